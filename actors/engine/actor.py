@@ -1,0 +1,140 @@
+"""The engine's process: a door to its loop."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+import ray
+
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.loop import EngineLoop
+from shoal.actors.engine.scheduler import Reply
+from shoal.actors.messages import (
+    EngineHealth,
+    EngineId,
+    EngineInfo,
+    EngineLoad,
+    EngineRequest,
+    IngressId,
+    RequestId,
+    TokenBatch,
+    TokenChunk,
+)
+
+REPORT_INTERVAL_S = 0.05
+"""Changes of load are told to the router at most this often."""
+
+Arrival = tuple[RequestId, int]
+"""(request, attempt)"""
+
+
+class EngineActor:
+    """Requests come in one call each; tokens go out on one stream an ingress, one item a step."""
+
+    def __init__(self, engine_id: EngineId, config: EngineConfig) -> None:
+        self._engine_id = engine_id
+        self._config = config
+        self._router: Any = None
+        self._info: EngineInfo | None = None
+        self._loop: EngineLoop | None = None
+        self._outboxes: defaultdict[IngressId, asyncio.Queue[TokenBatch]] = defaultdict(asyncio.Queue)
+        self._arrived_on_loop: list[Arrival] = []  # the loop's thread writes it
+        self._arrived: list[Arrival] = []
+        self._num_requests = 0
+        self._load_changed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Engine({self._engine_id})"
+
+    async def start(self) -> EngineInfo:
+        """Load the model; returns when the engine can serve. Raises ValueError for what no retry can mend."""
+        if self._info is None:
+            from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
+
+            built = await asyncio.to_thread(build_engine, self._config)
+            self._events = asyncio.get_running_loop()
+            self._loop = EngineLoop(built.engine, self._deliver)
+            self._loop.start()
+            self._reports = asyncio.create_task(self._report_load())
+            self._info = EngineInfo(
+                engine_id=self._engine_id,
+                node=ray.get_runtime_context().get_node_id(),
+                backend=built.backend.name,
+                memory=built.memory.describe(),
+            )
+        return self._info
+
+    async def introduce(self, router: Any, ingress_ids: frozenset[IngressId]) -> None:
+        """Report to this router, which may know nothing yet; only these ingresses still listen."""
+        if router != self._router:
+            self._router = router
+            self._load_changed.set()
+        for gone in self._outboxes.keys() - ingress_ids:
+            del self._outboxes[gone]
+            self._started.do(partial(Engine.abort_all, reply_to=gone))
+
+    async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
+        def arrive(engine: Engine) -> Sequence[Reply]:
+            self._arrived_on_loop.append((request.request_id, request.attempt))
+            return engine.submit(request, ingress_id)
+
+        self._started.do(arrive)
+
+    async def abort(self, request_id: RequestId, attempt: int) -> None:
+        self._started.do(lambda engine: engine.abort(request_id, attempt))
+
+    async def stream(self, ingress_id: IngressId) -> AsyncIterator[TokenBatch]:
+        """Every chunk for one ingress, from now until the engine ends."""
+        outbox = self._outboxes[ingress_id]
+        while True:
+            yield await outbox.get()
+
+    async def health(self) -> EngineHealth:
+        return EngineHealth(
+            num_requests=self._num_requests, seconds_since_beat=self._started.seconds_since_beat
+        )
+
+    @property
+    def _started(self) -> EngineLoop:
+        if self._loop is None:
+            raise RuntimeError(f"{self._engine_id} has not been started")
+        return self._loop
+
+    def _deliver(self, replies: Sequence[Reply], num_requests: int) -> None:
+        """On the loop's thread: hand a turn's outcome to the event loop, in one piece."""
+        arrived, self._arrived_on_loop = self._arrived_on_loop, []
+        self._events.call_soon_threadsafe(self._publish, replies, num_requests, arrived)
+
+    def _publish(self, replies: Sequence[Reply], num_requests: int, arrived: list[Arrival]) -> None:
+        by_ingress: defaultdict[IngressId, list[TokenChunk]] = defaultdict(list)
+        for reply in replies:
+            by_ingress[reply.to].append(reply.chunk)
+        for ingress_id, chunks in by_ingress.items():
+            self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
+        if arrived or num_requests != self._num_requests:
+            self._arrived += arrived
+            self._num_requests = num_requests
+            self._load_changed.set()
+
+    async def _report_load(self) -> None:
+        """Tell the router of changes; one that is lost is made good by the next."""
+        sequence = 0
+        while True:
+            await self._load_changed.wait()
+            self._load_changed.clear()
+            if self._router is None:
+                continue
+            sequence += 1
+            arrived, self._arrived = self._arrived, []
+            self._router.report.remote(
+                EngineLoad(
+                    engine_id=self._engine_id,
+                    sequence=sequence,
+                    num_requests=self._num_requests,
+                    received=tuple(arrived),
+                )
+            )
+            await asyncio.sleep(REPORT_INTERVAL_S)

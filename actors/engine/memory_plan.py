@@ -1,0 +1,101 @@
+"""How an engine's memory is divided, in the order that fixes each part before the next.
+
+    weights | a step's peak | state slots and their staging | paged blocks from what is left
+
+The first three follow from the model and the limits; only the number of blocks is chosen.
+"""
+
+from dataclasses import dataclass
+
+STATE_SLOTS_PER_SEQUENCE = 1.2
+"""More slots than running sequences: a slot can outlive its sequence by a copy (DeepInfer, section 4.3.1)."""
+
+
+class NotEnoughMemory(ValueError):
+    """The engine cannot start; the message has the numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    total_bytes: int
+    weights_bytes: int
+    step_peak_bytes: int
+    """What a step of max_num_batched_tokens takes beyond weights and pools, measured."""
+    state_bytes: int
+    block_bytes: int
+    block_size: int
+    """Tokens a block."""
+    num_blocks: int
+    """Block 0, never issued, included."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens whose K/V rows fit."""
+        return (self.num_blocks - 1) * self.block_size
+
+    def describe(self) -> str:
+        return (
+            f"memory {_size(self.total_bytes)} = weights {_size(self.weights_bytes)} "
+            f"+ step {_size(self.step_peak_bytes)} + state {_size(self.state_bytes)} "
+            f"+ {self.num_blocks} blocks of {_size(self.block_bytes)} ({self.num_tokens:,} tokens)"
+        )
+
+
+def num_state_slots(max_num_seqs: int) -> int:
+    """Slots to allocate, slot 0 included: floor(1.2 * max_num_seqs) can be issued."""
+    return int(STATE_SLOTS_PER_SEQUENCE * max_num_seqs) + 1
+
+
+def plan_memory(
+    *,
+    total_bytes: int,
+    weights_bytes: int,
+    step_peak_bytes: int,
+    state_bytes_per_slot: int,
+    block_bytes: int,
+    block_size: int,
+    max_num_seqs: int,
+    max_model_len: int,
+) -> MemoryPlan:
+    """Divide total_bytes. One sequence of max_model_len must fit, else NotEnoughMemory.
+
+    More blocks than max_num_seqs sequences of max_model_len could fill are not taken.
+    """
+    # Doubled for the staging buffer that a slot's copies pass through.
+    state_bytes = 2 * state_bytes_per_slot * num_state_slots(max_num_seqs) if state_bytes_per_slot else 0
+    left = total_bytes - weights_bytes - step_peak_bytes - state_bytes
+    blocks_per_sequence = -(-max_model_len // block_size)
+    affordable = max(0, left // block_bytes)
+    if affordable < blocks_per_sequence + 1:
+        needed = total_bytes - left + (blocks_per_sequence + 1) * block_bytes
+        raise NotEnoughMemory(
+            f"not enough memory: one sequence of max_model_len {max_model_len} needs {blocks_per_sequence} "
+            f"KV blocks of {_size(block_bytes)} and one spare; of {_size(total_bytes)}, after weights "
+            f"{_size(weights_bytes)}, step {_size(step_peak_bytes)} and state {_size(state_bytes)}, "
+            f"{_size(max(0, left))} is left, which is {affordable} blocks. Give --memory at least "
+            f"{_size(needed, up=True)}" + _or_shorter(affordable, block_size)
+        )
+    return MemoryPlan(
+        total_bytes=total_bytes,
+        weights_bytes=weights_bytes,
+        step_peak_bytes=step_peak_bytes,
+        state_bytes=state_bytes,
+        block_bytes=block_bytes,
+        block_size=block_size,
+        num_blocks=min(affordable, max_num_seqs * blocks_per_sequence + 1),
+    )
+
+
+def _or_shorter(affordable: int, block_size: int) -> str:
+    if affordable < 2:
+        return "."
+    return f", or lower --max-model-len to {(affordable - 1) * block_size}."
+
+
+def _size(num_bytes: int, *, up: bool = False) -> str:
+    """1536 MiB as "1.5GiB", in the spelling that --memory takes; `up` rounds to enough."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            tenths = -(-num_bytes * 10 // scale) if up else round(num_bytes * 10 / scale)
+            return f"{tenths / 10:g}{unit}"
+    return f"{num_bytes}B"

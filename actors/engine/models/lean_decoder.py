@@ -1,0 +1,141 @@
+"""The lean decoder: one readable module for the llama family, on the exact path.
+
+On the exact path torch only gathers and copies; every other operation is a backend's, whose result for a
+row depends on that row alone. So a token's logits are the same bits in a prompt, in a chunk of one, or beside
+other requests.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from shoal.actors.engine.models.decoder_config import DecoderConfig
+from shoal.actors.engine.models.weights import CheckpointTensors
+from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """x += attention(norm(x)); x += mlp(norm(x)). Projections that read the same input are one linear."""
+
+    attention_norm_N: Tensor
+    qkv: Linear
+    attention_out: Linear
+    mlp_norm_N: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    embedding_VN: Tensor
+    """In the checkpoint's dtype: rows are gathered and widened, which is exact."""
+    layers: tuple[Layer, ...]
+    final_norm_N: Tensor
+    head: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        linears = [w for la in self.layers for w in (la.qkv, la.attention_out, la.gate_up, la.down)]
+        return self.embedding_VN.nbytes + sum(linear.num_bytes for linear in [*linears, self.head])
+
+    @classmethod
+    def load(cls, tensors: CheckpointTensors, config: DecoderConfig, backend: Backend) -> Self:
+        """Read llama's names. Norms are widened to float32, matrices packed in their own dtype."""
+        embedding = tensors["model.embed_tokens.weight"].clone()  # off the file's mapping
+        head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
+        return cls(
+            embedding_VN=embedding,
+            layers=tuple(_layer(tensors, f"model.layers.{i}.", backend) for i in range(config.num_layers)),
+            final_norm_N=tensors["model.norm.weight"].float(),
+            head=backend.pack([head]),
+        )
+
+
+def _layer(tensors: CheckpointTensors, prefix: str, backend: Backend) -> Layer:
+    def matrix(name: str) -> Tensor:
+        return tensors[f"{prefix}{name}.weight"]
+
+    return Layer(
+        attention_norm_N=matrix("input_layernorm").float(),
+        qkv=backend.pack([matrix(f"self_attn.{name}_proj") for name in "qkv"]),
+        attention_out=backend.pack([matrix("self_attn.o_proj")]),
+        mlp_norm_N=matrix("post_attention_layernorm").float(),
+        gate_up=backend.pack_gate_up(matrix("mlp.gate_proj"), matrix("mlp.up_proj")),
+        down=backend.pack([matrix("mlp.down_proj")]),
+    )
+
+
+class LeanDecoder:
+    """Computes hidden states and logits of a step's packed rows.
+
+    Its buffers are allocated once for `max_rows` rows, so a step allocates nothing that grows with it; what
+    it returns is overwritten by the next call.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        rotary: Rotary,
+        backend: Backend,
+        *,
+        max_rows: int,
+        max_logits: int,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._rotary = rotary
+        self._backend = backend
+        attention = config.num_heads * config.head_dim
+        self._num_qk_heads = config.num_heads + config.num_kv_heads
+        num_qkv_heads = self._num_qk_heads + config.num_kv_heads
+
+        def buffer(rows: int, columns: int) -> Tensor:
+            return torch.empty(rows, columns, dtype=torch.float32, device=rotary.cos.device)
+
+        self._residual = buffer(max_rows, config.hidden_size)
+        self._normed = buffer(max_rows, config.hidden_size)
+        self._qkv = buffer(max_rows, num_qkv_heads * config.head_dim)
+        self._attended = buffer(max_rows, attention)
+        self._mlp = buffer(max_rows, config.intermediate_size)
+        self._logits = buffer(max_logits, config.vocab_size)
+
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+        """Hidden states before the final norm, float32 [T, hidden_size]; stores every row's K/V on the way.
+
+        token_ids_T: int64 [T], T at most max_rows.
+        """
+        config, backend, weights = self._config, self._backend, self._weights
+        num_rows = token_ids_T.shape[0]
+        x, normed = self._residual[:num_rows], self._normed[:num_rows]
+        qkv, attended, mlp = self._qkv[:num_rows], self._attended[:num_rows], self._mlp[:num_rows]
+        qkv_THD = qkv.view(num_rows, -1, config.head_dim)
+        qk_THD = qkv_THD[:, : self._num_qk_heads]
+        q_THD = qkv_THD[:, : config.num_heads]
+        k_THD = qkv_THD[:, config.num_heads : self._num_qk_heads]
+        v_THD = qkv_THD[:, self._num_qk_heads :]
+        attended_THD = attended.view(num_rows, config.num_heads, config.head_dim)
+        scale = config.head_dim**-0.5
+
+        x.copy_(weights.embedding_VN[token_ids_T])
+        for layer, layer_kv in zip(weights.layers, kv, strict=True):
+            backend.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)
+            backend.linear(normed, layer.qkv, qkv)
+            backend.rotate(qk_THD, self._rotary, rows)
+            backend.store(k_THD, v_THD, layer_kv, rows)
+            backend.attention(q_THD, layer_kv, rows, scale, attended_THD)
+            backend.add_linear(attended, layer.attention_out, x)
+            backend.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
+            backend.silu_mul_linear(normed, layer.gate_up, mlp)
+            backend.add_linear(mlp, layer.down, x)
+        return x
+
+    def logits(self, hidden_RN: Tensor) -> Tensor:
+        """float32 [R, vocab_size] of R rows of hidden states, R at most max_logits."""
+        num_rows = hidden_RN.shape[0]
+        normed = self._normed[:num_rows]
+        self._backend.rms_norm(hidden_RN, self._weights.final_norm_N, self._config.rms_norm_eps, normed)
+        return self._backend.linear(normed, self._weights.head, self._logits[:num_rows])

@@ -1,0 +1,38 @@
+"""Cosines and sines of every position, with the same bits on every machine."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from shoal.actors.engine.models.decoder_config import rope_type
+from shoal.kernels.backend import Rotary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, device: torch.device) -> Rotary:
+    """Tables of float32 [num_positions, head_dim / 2].
+
+    An angle is one float32 product, as in the checkpoint's own training code. Its cosine is taken in float64
+    and rounded: a vectorised float32 cosine differs in the last bit from one instruction set to another.
+    """
+    inverse_frequencies, factor = _inverse_frequencies(hf, head_dim)
+    positions = np.arange(num_positions, dtype=np.float32)
+    angles = np.multiply.outer(positions, inverse_frequencies).astype(np.float64)
+    return Rotary(
+        cos=torch.from_numpy((np.cos(angles) * factor).astype(np.float32)).to(device),
+        sin=torch.from_numpy((np.sin(angles) * factor).astype(np.float32)).to(device),
+    )
+
+
+def _inverse_frequencies(hf: "PretrainedConfig", head_dim: int) -> tuple[np.ndarray, float]:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    kind = rope_type(hf)
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        return (1.0 / (hf.rope_parameters["rope_theta"] ** exponents)).numpy(), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
+    return frequencies.float().numpy(), float(factor)

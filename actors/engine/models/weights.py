@@ -1,0 +1,53 @@
+"""Tensors of a safetensors checkpoint, by name, memory-mapped and in the dtype they were saved in."""
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shoal.actors.engine.models.decoder_config import UnsupportedModel
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class CheckpointTensors:
+    """Open shards of one checkpoint; a context manager. Unknown names raise UnsupportedModel."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._shards: dict[Path, Any] = {
+            file: safe_open(file, framework="pt") for file in _shard_files(checkpoint)
+        }
+        self._where: dict[str, Any] = {
+            name: shard for shard in self._shards.values() for name in list(shard.keys())
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def __getitem__(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._where[name].get_tensor(name)
+        except (KeyError, SafetensorError) as error:
+            raise UnsupportedModel(f"the checkpoint has no readable tensor {name}") from error
+        return tensor
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._where.clear()
+        self._shards.clear()
+
+
+def _shard_files(checkpoint: Path) -> list[Path]:
+    index = checkpoint / INDEX_FILE
+    if index.exists():
+        return [
+            checkpoint / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        ]
+    return [checkpoint / "model.safetensors"]

@@ -1,0 +1,23 @@
+"""The seam between HTTP and the cluster: all that the front door asks of the actors behind it."""
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from shoal.actors.messages import EngineRequest, TokenChunk
+
+
+class Dispatcher(Protocol):
+    """Places a request on an engine and brings its tokens back."""
+
+    def open(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
+        """The request's chunks, ending with the one that has a finish_reason.
+
+        Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
+        Leaving the context before the last chunk aborts the request on its engine.
+        """
+        ...
+
+    def ready(self) -> bool:
+        """Whether a request could be placed now."""
+        ...

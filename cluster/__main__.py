@@ -1,0 +1,3 @@
+from shoal.cluster.cli import main
+
+main()

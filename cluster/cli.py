@@ -1,0 +1,100 @@
+"""The `shoal` command. It parses and reports; the work is elsewhere, imported when a command needs it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shoal.cluster.bench.cli import app as bench_app
+from shoal.kvstore.layout import KVDtype
+
+app = typer.Typer(
+    help="Shoal: a Ray-distributed LLM serving cluster.", no_args_is_help=True, add_completion=False
+)
+
+
+app.add_typer(bench_app, name="bench")
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A directory, a .gguf file or a hub id (org/name). Default: SmolLM2-135M-Instruct."
+        ),
+    ] = None,
+    *,
+    engines: Annotated[
+        int, typer.Option("--engines", "--data-parallel-size", min=1, help="Engine actors to run.")
+    ] = 1,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SHOAL_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, in tokens.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Sequences that an engine runs at once.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that one engine step computes.")] = 512,
+    block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
+    kv_cache_dtype: Annotated[KVDtype, typer.Option(help="Type of stored keys and values.")] = "float32",
+    memory: Annotated[str | None, typer.Option(help="Memory of one engine, such as 4GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of one engine.")] = None,
+    require_kernels: Annotated[
+        bool, typer.Option("--require-kernels", help="Refuse to start on the slow torch reference.")
+    ] = False,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Ray cluster to join. Default: RAY_ADDRESS, else a private local Ray."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of this cluster within Ray.")] = "default",
+) -> None:
+    """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
+    from shoal.actors.messages import HttpConfig  # noqa: PLC0415
+    from shoal.cluster.serve import ServeOptions, serve  # noqa: PLC0415
+    from shoal.cluster.sizes import parse_size  # noqa: PLC0415
+
+    with _one_line_errors():
+        serve(
+            ServeOptions(
+                model=model,
+                revision=revision,
+                served_model_name=served_model_name,
+                engines=engines,
+                threads=threads,
+                memory_bytes=parse_size(memory) if memory else None,
+                max_model_len=max_model_len,
+                block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                require_kernels=require_kernels,
+                http=HttpConfig(host=host, port=port, api_key=api_key),
+                address=address,
+                name=name,
+            ),
+            Console(),
+        )
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What the operator can mend is a line on stderr and status 1; anything else is a bug and its trace."""
+    from shoal.cluster.serve import ServeError  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
+
+    try:
+        yield
+    except (ServeError, ModelSourceError, ValueError) as error:
+        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
+        raise typer.Exit(1) from error
+
+
+def main() -> None:
+    app()

@@ -1,0 +1,230 @@
+"""`shoal serve`: starts a cluster in Ray, keeps its lease, and tears it down when told to stop."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError
+from ray.util import list_named_actors
+from rich.console import Console
+
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.models.decoder_config import decoder_config, load_config
+from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.cluster.sources import resolve_model
+from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.supervisor import ClusterStatus
+from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
+from shoal.kvstore.layout import KVDtype
+
+CALL_DEADLINE_S = 5.0
+TEARDOWN_DEADLINE_S = 30.0
+POLL_S = 0.5
+DEFAULT_MEMORY_SHARE = 0.6
+"""Of the memory that Ray offers, for all engines together; the rest is for ingress, Ray, page cache."""
+
+
+class ServeError(Exception):
+    """The cluster cannot run; one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What the command line says; None is "choose for me"."""
+
+    model: str | None = None
+    revision: str | None = None
+    served_model_name: str | None = None
+    engines: int = 1
+    threads: int | None = None
+    memory_bytes: int | None = None
+    max_model_len: int | None = None
+    block_size: int = 128
+    kv_cache_dtype: KVDtype = "float32"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    require_kernels: bool = False
+    http: HttpConfig = field(default_factory=HttpConfig)
+    address: str | None = None
+    name: str = "default"
+
+
+def serve(options: ServeOptions, console: Console) -> None:
+    """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+    checkpoint = resolve_model(options.model, revision=options.revision)
+    max_model_len = _max_model_len(checkpoint.directory, options.max_model_len)
+    model = ModelCard(
+        name=options.served_model_name or checkpoint.name,
+        checkpoint=str(checkpoint.directory),
+        max_model_len=max_model_len,
+    )
+    with _connected(options) as dashboard_url, _stop_signal() as stop:
+        spec = _spec(options, model)
+        console.print(
+            f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
+        )
+        with _cluster(spec) as supervisor:
+            _watch(supervisor, stop, lambda status: _announce(status, spec, dashboard_url, console))
+            console.print("stopping")
+
+
+def _max_model_len(checkpoint: Path, wanted: int | None) -> int:
+    """Also refuses here, within a second, a model that no engine could load."""
+    limit = decoder_config(load_config(checkpoint)).max_position_embeddings
+    if wanted is not None and not 1 <= wanted <= limit:
+        raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
+    return wanted or limit
+
+
+@contextmanager
+def _connected(options: ServeOptions) -> Iterator[str | None]:
+    """Join the named Ray cluster, or start a private one that ends with us; yields its dashboard's address.
+
+    Never joins whatever cluster happens to be found on the machine.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    private: dict[str, Any] = {}
+    if address == "local":
+        wanted_cpus = options.engines * (options.threads or 1)
+        private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
+    context = ray.init(address=address, logging_level=logging.WARNING, **private)
+    try:
+        yield context.dashboard_url
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _stop_signal() -> Iterator[threading.Event]:
+    """Set by SIGINT or SIGTERM. Installed after ray.init, which takes SIGTERM for itself."""
+    stop = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _spec(options: ServeOptions, model: ModelCard) -> ClusterSpec:
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    num_cpus = int(resources.get("CPU", 1))
+    threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
+    if threads * options.engines > num_cpus:
+        raise ServeError(
+            f"{options.engines} engines of {threads} threads need {threads * options.engines} CPUs; "
+            f"Ray has {num_cpus}: lower --engines or --threads"
+        )
+    share = int(DEFAULT_MEMORY_SHARE * resources.get("memory", 0) / options.engines)
+    return ClusterSpec(
+        name=options.name,
+        model=model,
+        num_engines=options.engines,
+        http=options.http,
+        engine=EngineConfig(
+            checkpoint=model.checkpoint,
+            max_model_len=model.max_model_len,
+            memory_bytes=options.memory_bytes or share,
+            threads=threads,
+            block_size=options.block_size,
+            kv_cache_dtype=options.kv_cache_dtype,
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            require_kernels=options.require_kernels,
+        ),
+    )
+
+
+@contextmanager
+def _cluster(spec: ClusterSpec) -> Iterator[Any]:
+    """A supervisor, and through it the cluster; on the way out no actor of it is left."""
+    if any(actor["name"] == SUPERVISOR for actor in _named_actors(spec.namespace)):
+        raise ServeError(f"a cluster named {spec.name!r} runs in this Ray already: stop it or choose --name")
+    supervisor = (
+        ray.remote(SupervisorActor)
+        .options(
+            name=SUPERVISOR,
+            namespace=spec.namespace,
+            lifetime="detached",
+            max_restarts=-1,
+            max_concurrency=8,
+            num_cpus=0,
+        )
+        .remote(spec)
+    )
+    try:
+        yield supervisor
+    finally:
+        _teardown(supervisor, spec)
+
+
+def _watch(supervisor: Any, stop: threading.Event, on_ready: Callable[[ClusterStatus], None]) -> None:
+    """Renew the lease until told to stop; say when the cluster becomes ready."""
+    announced = False
+    while not stop.wait(POLL_S):
+        status = _call(supervisor, "status")
+        _call(supervisor, "renew_lease")
+        if status is None:  # a supervisor that died is restarted by Ray and adopts what runs
+            continue
+        if status.failed:
+            raise ServeError(status.failed)
+        if status.ready and not announced:
+            announced = True
+            on_ready(status)
+
+
+def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
+    assert status.ingress is not None
+    for engine in status.engines:
+        assert engine is not None
+        console.print(f"{engine.engine_id}: {engine.backend}, {engine.memory}", highlight=False)
+    if dashboard_url:
+        console.print(f"Ray dashboard: http://{dashboard_url}", highlight=False)
+    console.print(f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False)
+    console.print(f"ready: {status.ingress.url}/v1", highlight=False, style="bold green")
+
+
+def _call(supervisor: Any, method: str, timeout_s: float = CALL_DEADLINE_S) -> Any:
+    """The answer, or None when the supervisor is away for a moment."""
+    try:
+        return ray.get(getattr(supervisor, method).remote(), timeout=timeout_s)
+    except (RayActorError, GetTimeoutError):
+        return None
+
+
+def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
+    """End the cluster's actors, the supervisor last, and see that none is left."""
+    _call(supervisor, "teardown", TEARDOWN_DEADLINE_S)
+    ray.kill(supervisor)
+    deadline = time.monotonic() + TEARDOWN_DEADLINE_S
+    while left := _named_actors(spec.namespace):
+        if time.monotonic() > deadline:
+            names = ", ".join(sorted(actor["name"] for actor in left))
+            raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")
+        for actor in left:  # one that the supervisor started after it was told to stop
+            _kill(actor)
+        time.sleep(0.1)
+
+
+def _kill(actor: dict[str, str]) -> None:
+    with suppress(ValueError):  # gone meanwhile
+        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+
+
+def _named_actors(namespace: str) -> list[dict[str, str]]:
+    return [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,14 @@
+"""Memory sizes as people write them."""
+
+import re
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "512MiB", "4GiB", "1.5G" or "1048576"; units are powers of 1024. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])

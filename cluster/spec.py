@@ -1,0 +1,24 @@
+"""What a cluster is to be: the whole of it, frozen, so that a restarted supervisor needs nothing else."""
+
+from dataclasses import dataclass
+
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.messages import HttpConfig, ModelCard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSpec:
+    name: str
+    model: ModelCard
+    engine: EngineConfig
+    num_engines: int
+    http: HttpConfig
+
+    def __post_init__(self) -> None:
+        if self.num_engines < 1:
+            raise ValueError(f"--engines must be at least 1, got {self.num_engines}")
+
+    @property
+    def namespace(self) -> str:
+        """The Ray namespace in which the cluster's actors have their names."""
+        return f"shoal-{self.name}"

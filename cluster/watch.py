@@ -1,0 +1,153 @@
+"""One actor kept alive: started, pinged with a deadline, replaced. Plain state over futures and a clock."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+START_DEADLINE_S = 900.0
+"""Loading a model may take this long: far longer than a ping may."""
+
+PING_DEADLINE_S = 10.0
+PING_INTERVAL_S = 1.0
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
+
+
+class Process(Protocol):
+    """An actor as the supervisor sees it. Futures fail with what ended the call."""
+
+    @property
+    def process_id(self) -> str: ...
+
+    def start(self) -> Future[Any]:
+        """Idempotent: an adopted actor that serves already answers at once."""
+        ...
+
+    def ping(self) -> Future[bool]:
+        """True: healthy. False: it answers but is past mending, as a hung step thread is."""
+        ...
+
+    def kill(self) -> None: ...
+
+
+class State(StrEnum):
+    ABSENT = "absent"
+    STARTING = "starting"
+    READY = "ready"
+
+
+@dataclass(slots=True)
+class _Call:
+    future: Future[Any]
+    since: float
+
+
+P = TypeVar("P", bound=Process)
+
+
+class Watched(Generic[P]):
+    """Keeps one process of a role running. Call `tick` often; it never blocks.
+
+        ABSENT ──launch──▶ STARTING ──start() answers──▶ READY
+           ▲                   │ error or deadline         │ ping fails or is late
+           └───────────────────┴───────────────────────────┘  kill, wait, launch anew
+
+    A ValueError from start() is a wrong configuration: `fatal` names it, and nothing is tried again.
+    """
+
+    def __init__(self, launch: Callable[[], P], clock: Callable[[], float], adopted: P | None = None) -> None:
+        self._launch = launch
+        self._clock = clock
+        self._process: P | None = None
+        self._starting: _Call | None = None
+        self._ping: _Call | None = None
+        self._last_answer = 0.0
+        self._retry_at = clock()
+        self._retry_s = FIRST_RETRY_S
+        self.info: Any = None
+        self.fatal: str | None = None
+        self.num_replaced = 0
+        if adopted is not None:
+            self._begin(adopted)
+
+    @property
+    def state(self) -> State:
+        if self._process is None:
+            return State.ABSENT
+        return State.STARTING if self._starting else State.READY
+
+    @property
+    def ready(self) -> P | None:
+        return self._process if self.state is State.READY else None
+
+    def tick(self) -> None:
+        if self.fatal:
+            return
+        match self.state:
+            case State.ABSENT:
+                if self._clock() >= self._retry_at:
+                    self._try_launch()
+            case State.STARTING:
+                self._check_start()
+            case State.READY:
+                self._check_ping()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+        self._process = self._starting = self._ping = self.info = None
+
+    def _try_launch(self) -> None:
+        try:
+            self._begin(self._launch())
+        except Exception:  # e.g. the name of a dying predecessor is not free yet
+            self._postpone()
+
+    def _begin(self, process: P) -> None:
+        self._process = process
+        self._starting = _Call(process.start(), self._clock())
+
+    def _check_start(self) -> None:
+        call = self._starting
+        assert call is not None
+        if not call.future.done():
+            if self._clock() - call.since > START_DEADLINE_S:
+                self._replace()
+            return
+        error = call.future.exception()
+        if isinstance(error, ValueError):
+            self.fatal = str(error)
+            self.kill()
+        elif error is not None:
+            self._replace()
+        else:
+            self.info = call.future.result()
+            self._starting = None
+            self._last_answer = self._clock()
+
+    def _check_ping(self) -> None:
+        assert self._process is not None
+        now = self._clock()
+        if self._ping is None:
+            if now - self._last_answer >= PING_INTERVAL_S:
+                self._ping = _Call(self._process.ping(), now)
+        elif self._ping.future.done():
+            healthy = self._ping.future.exception() is None and self._ping.future.result()
+            self._ping = None
+            self._last_answer = now
+            if healthy:
+                self._retry_s = FIRST_RETRY_S
+            else:
+                self._replace()
+        elif now - self._ping.since > PING_DEADLINE_S:
+            self._replace()
+
+    def _replace(self) -> None:
+        self.kill()
+        self.num_replaced += 1
+        self._postpone()
+
+    def _postpone(self) -> None:
+        self._retry_at = self._clock() + self._retry_s
+        self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)

@@ -1,0 +1,125 @@
+"""What a device must be able to compute for the lean decoder: one small set of operations.
+
+Shapes are written as suffixes: T rows of a step's packed batch, S sequences, K inputs, N outputs, H heads,
+D head size, V vocabulary, P paged blocks, B rows a block. Activations are float32 on the CPU.
+
+On the exact path a row's result depends on that row alone: never on its neighbours, the number of rows, the
+thread count or the instruction set. `CpuBackend` keeps that promise to the bit, `TorchBackend` within rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """A weight matrix prepared by one backend; only that backend can read it."""
+
+    @property
+    def num_outputs(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Rows:
+    """Where each row of a step stands: its sequence, its position, and the sequences' block tables.
+
+    A row at position p of sequence s lives in block `table_SN[s, p // B]` at offset `p % B`, and attends to
+    positions 0..p of its own sequence. Rows of one sequence need not be neighbours.
+    """
+
+    sequence_T: Tensor
+    """int32 [T]"""
+    position_T: Tensor
+    """int32 [T]"""
+    table_SN: Tensor
+    """int32 [S, blocks], padded with 0"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Rotary:
+    """Cosines and sines of every position: float32 [positions, rotated / 2], pairs (i, i + rotated / 2)."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class LayerKV:
+    """One layer's view of the paged pool. Both are [P, B, H, D] with [B, H, D] contiguous, float32 or bfloat16."""
+
+    k_PBHD: Tensor
+    v_PBHD: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Sampling:
+    """How to draw each row's next token. Row t draws from (seed, position) alone."""
+
+    temperature_T: Tensor
+    """float32 [T]; 0 takes the largest logit, the lowest id among equals"""
+    top_k_T: Tensor
+    """int32 [T]; 0 keeps all"""
+    top_p_T: Tensor
+    """float32 [T] in (0, 1]"""
+    seed_T: Tensor
+    """int64 [T]"""
+    position_T: Tensor
+    """int64 [T]: the position the drawn token will take"""
+
+
+class Backend(Protocol):
+    """The operations. Every `out` may be given (float32, last dimension contiguous) and is returned."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def numerics_id(self) -> str:
+        """Names the bits: two backends with one id compute the same bits from the same inputs."""
+        ...
+
+    def pack(self, weights_NK: Sequence[Tensor]) -> Linear:
+        """Stack matrices by rows into one linear. float32, bfloat16 or float16, all of one dtype."""
+        ...
+
+    def pack_gate_up(self, gate_NK: Tensor, up_NK: Tensor) -> Linear:
+        """The two halves of a gated MLP, for `silu_mul_linear`."""
+        ...
+
+    def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
+        """out = x @ w.T"""
+        ...
+
+    def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> Tensor:
+        """residual += x @ w.T, in place."""
+        ...
+
+    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
+        """out = silu(x @ gate.T) * (x @ up.T)"""
+        ...
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor: ...
+
+    def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
+        """Rotary position embedding, in place (Su et al. 2021, RoFormer, eq. 34), on the first `rotated` of D.
+
+        x_THD may be a slice of wider rows: only [H, D] must be contiguous.
+        """
+        ...
+
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
+        """Write this step's keys and values into the pool, rounded to its dtype."""
+        ...
+
+    def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
+        """softmax(scale * q @ k.T) @ v over positions 0..position of the row's own sequence; grouped heads."""
+        ...
+
+    def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
+        """int64 [T]: one token a row."""
+        ...

@@ -1,0 +1,264 @@
+"""The supervisor over fake processes and a fake clock: what it starts, replaces, adopts and ends."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
+from shoal.cluster.supervisor import LEASE_S, EngineProcess, RouterProcess, Supervisor
+from shoal.cluster.watch import PING_DEADLINE_S, START_DEADLINE_S
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeProcess:
+    def __init__(self, process_id: str, info: object) -> None:
+        self.process_id = process_id
+        self.info = info
+        self.started: Future[Any] = Future()
+        self.pings: list[Future[bool]] = []
+        self.killed = False
+        self.told: list[object] = []
+
+    def start(self) -> Future[Any]:
+        return self.started
+
+    def become_ready(self) -> None:
+        self.started.set_result(self.info)
+
+    def ping(self) -> Future[bool]:
+        self.pings.append(Future())
+        return self.pings[-1]
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+class FakeEngine(FakeProcess):
+    def introduce(self, router: RouterProcess, ingress_ids: frozenset[IngressId]) -> None:
+        self.told.append((router.process_id, set(ingress_ids)))
+
+
+class FakeRouter(FakeProcess):
+    def set_engines(self, engines: Mapping[str, EngineProcess]) -> None:
+        self.told.append(sorted(engines))
+
+
+class FakeIngress(FakeProcess):
+    stopped = False
+
+    def introduce(self, router: RouterProcess, engines: Mapping[str, EngineProcess]) -> None:
+        self.told.append((router.process_id, sorted(engines)))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+
+@dataclass
+class FakeLauncher:
+    engines: list[FakeEngine] = field(default_factory=list)
+    routers: list[FakeRouter] = field(default_factory=list)
+    ingresses: list[FakeIngress] = field(default_factory=list)
+    to_adopt: list[FakeEngine] = field(default_factory=list)
+    failures: int = 0
+
+    def engine(self, index: int) -> FakeEngine:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the name is still taken")
+        name = f"engine-{index}-{len(self.engines)}"
+        self.engines.append(an_engine(name))
+        return self.engines[-1]
+
+    def router(self) -> FakeRouter:
+        self.routers.append(FakeRouter("router", None))
+        return self.routers[-1]
+
+    def ingress(self) -> FakeIngress:
+        ingress_id = IngressId(f"ingress-{len(self.ingresses)}")
+        self.ingresses.append(FakeIngress("ingress", IngressInfo(ingress_id=ingress_id, url="http://x")))
+        return self.ingresses[-1]
+
+    def adopt_engines(self) -> list[FakeEngine]:
+        return self.to_adopt
+
+    def adopt_router(self) -> FakeRouter | None:
+        return None
+
+    def adopt_ingress(self) -> FakeIngress | None:
+        return None
+
+
+def an_engine(name: str) -> FakeEngine:
+    return FakeEngine(name, EngineInfo(engine_id=EngineId(name), node="n", backend="b", memory="m"))
+
+
+@dataclass
+class Cluster:
+    num_engines: int = 2
+    launcher: FakeLauncher = field(default_factory=FakeLauncher)
+    clock: Clock = field(default_factory=Clock)
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(self.launcher, num_engines=self.num_engines, clock=self.clock)
+
+    def tick(self, *, after_s: float = 0.0) -> None:
+        self.clock.now += after_s
+        self.supervisor.tick()
+
+    def all_ready(self) -> None:
+        self.tick()
+        for process in (*self.launcher.routers, *self.launcher.ingresses, *self.launcher.engines):
+            if not process.started.done():
+                process.become_ready()
+        self.tick()
+
+    def all_answer(self) -> None:
+        for process in (*self.launcher.routers, *self.launcher.ingresses, *self.launcher.engines):
+            for ping in process.pings:
+                if not ping.done():
+                    ping.set_result(True)
+
+
+def test_a_cluster_is_ready_when_the_ingress_and_every_engine_are() -> None:
+    cluster = Cluster()
+    cluster.tick()
+    assert [engine.process_id for engine in cluster.launcher.engines] == ["engine-0-0", "engine-1-1"]
+    cluster.launcher.ingresses[0].become_ready()
+    cluster.launcher.engines[0].become_ready()
+    cluster.tick()
+    assert not cluster.supervisor.status().ready
+    cluster.launcher.engines[1].become_ready()
+    cluster.tick()
+    assert cluster.supervisor.status().ready
+
+
+def test_everybody_is_told_of_everybody_who_is_ready() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    names = ["engine-0-0", "engine-1-1"]
+    assert cluster.launcher.routers[0].told[-1] == names
+    assert cluster.launcher.ingresses[0].told[-1] == ("router", names)
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"})
+
+
+def test_an_engine_that_dies_is_replaced_under_a_new_name_after_a_pause() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[0].pings[0].set_exception(RuntimeError("actor died"))
+    cluster.tick()
+    assert cluster.launcher.engines[0].killed
+    assert cluster.launcher.routers[0].told[-1] == ["engine-1-1"], "no longer placed on"
+    cluster.tick()
+    assert len(cluster.launcher.engines) == 2, "not before the pause is over"
+    cluster.tick(after_s=1.0)
+    assert cluster.launcher.engines[2].process_id == "engine-0-2"
+
+
+def test_an_engine_that_hangs_is_killed_when_its_ping_is_late() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[1].pings[0].set_result(True)
+    cluster.launcher.ingresses[0].pings[0].set_result(True)
+    cluster.launcher.routers[0].pings[0].set_result(True)
+    cluster.tick(after_s=PING_DEADLINE_S - 0.1)
+    assert not cluster.launcher.engines[0].killed
+    cluster.tick(after_s=0.2)
+    assert cluster.launcher.engines[0].killed and not cluster.launcher.engines[1].killed
+
+
+def test_an_engine_that_answers_but_is_unhealthy_is_replaced() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[0].pings[0].set_result(False)
+    cluster.tick()
+    assert cluster.launcher.engines[0].killed
+
+
+def test_a_start_may_take_long_but_not_for_ever() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.tick()
+    cluster.tick(after_s=START_DEADLINE_S)
+    assert not cluster.launcher.engines[0].killed
+    cluster.tick(after_s=1.0)
+    assert cluster.launcher.engines[0].killed
+
+
+def test_a_wrong_configuration_is_reported_and_not_tried_again() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.tick()
+    cluster.launcher.engines[0].started.set_exception(ValueError("not enough memory: ..."))
+    cluster.tick()
+    cluster.tick(after_s=1000.0)
+    assert cluster.supervisor.status().failed == "not enough memory: ..."
+    assert len(cluster.launcher.engines) == 1
+
+
+def test_repeated_failures_are_retried_ever_more_slowly() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.launcher.failures = 100
+    launches = []
+    for second in range(120):
+        before = cluster.launcher.failures
+        cluster.tick(after_s=1.0)
+        cluster.all_answer()
+        if cluster.launcher.failures < before:
+            launches.append(second)
+    pauses = [later - earlier for earlier, later in pairwise(launches)]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_an_ingress_that_is_replaced_is_told_to_the_engines_by_its_new_id() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[0].pings[0].set_exception(RuntimeError("actor died"))
+    told = len(cluster.launcher.engines[0].told)
+    cluster.tick()
+    assert len(cluster.launcher.engines[0].told) == told, "an ingress that may come back is not forgotten"
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[1].become_ready()
+    cluster.all_answer()
+    cluster.tick()
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-1"})
+
+
+def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> None:
+    running = [an_engine(f"engine-{i}-old") for i in range(3)]
+    cluster = Cluster(num_engines=2, launcher=FakeLauncher(to_adopt=running))
+    for engine in running:
+        engine.become_ready()
+    cluster.all_ready()
+    assert cluster.launcher.engines == [], "nothing is started beside them"
+    assert [engine.killed for engine in running] == [False, False, True]
+    assert cluster.supervisor.status().ready
+
+
+def test_the_lease_expires_unless_the_driver_renews_it() -> None:
+    cluster = Cluster()
+    cluster.clock.now += LEASE_S
+    cluster.supervisor.renew_lease()
+    cluster.clock.now += LEASE_S
+    assert not cluster.supervisor.lease_expired
+    cluster.clock.now += 0.1
+    assert cluster.supervisor.lease_expired
+
+
+def test_teardown_stops_the_front_door_and_kills_everything() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    cluster.supervisor.teardown()
+    assert cluster.launcher.ingresses[0].stopped
+    everything = (*cluster.launcher.routers, *cluster.launcher.ingresses, *cluster.launcher.engines)
+    assert all(process.killed for process in everything)

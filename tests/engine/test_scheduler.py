@@ -1,0 +1,322 @@
+"""Who computes what in each step, and what everybody gets in the end."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.pools import Pools
+from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
+from shoal.actors.engine.step import StepPlan, StepResult
+from shoal.actors.messages import EngineRequest, ErrorKind, FinishReason, IngressId, RequestError, RequestId
+from tests.fake_runner import FakeRunner, generate
+
+INGRESS = IngressId("ingress-1")
+
+
+def a_request(name: str, prompt: list[int], max_tokens: int = 3, **more: object) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        attempt=1,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        stop_token_ids=more.get("stop", frozenset()),  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Bench:
+    """An engine over a fake runner, and what each request has received."""
+
+    num_blocks: int = 20
+    block_size: int = 4
+    num_slots: int = 0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+    errors: dict[str, RequestError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+        )
+        self.pools = Pools(num_blocks=self.num_blocks, block_size=self.block_size, num_slots=self.num_slots)
+        self.scheduler = Scheduler(config, self.pools)
+        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
+        self.engine = Engine(self.scheduler, self.runner)
+
+    def submit(self, request: EngineRequest) -> None:
+        self._take(self.engine.submit(request, INGRESS))
+
+    def step(self) -> list[tuple[int, int]]:
+        """(start, number of tokens) of each sequence in the step."""
+        num_plans = len(self.runner.plans)
+        self._take(self.engine.step())
+        self.engine.check()
+        plans = self.runner.plans[num_plans:]
+        return [(s.start, len(s.token_ids)) for plan in plans for s in plan.sequences]
+
+    def finish(self, *, within: int = 2000) -> None:
+        for _ in range(within):
+            if not self.engine.num_requests:
+                return
+            self.step()
+        raise AssertionError(f"not finished within {within} steps")
+
+    def drained(self) -> bool:
+        self.pools.check([])
+        return self.pools.blocks.num_free == self.num_blocks - 1
+
+    def _take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            name = reply.chunk.request_id
+            assert name not in self.finished, "nothing follows the last chunk"
+            self.tokens[name] += reply.chunk.token_ids
+            if reply.chunk.finish_reason:
+                self.finished[name] = reply.chunk.finish_reason
+            if reply.chunk.error:
+                self.errors[name] = reply.chunk.error
+
+
+def test_one_request_from_prompt_to_limit() -> None:
+    bench = Bench()
+    bench.submit(a_request("a", [5, 6, 7, 8, 9], max_tokens=3))
+    assert bench.step() == [(0, 5)]
+    assert bench.step() == [(5, 1)]
+    assert bench.step() == [(6, 1)]
+    assert bench.step() == []
+    assert bench.tokens["a"] == generate([5, 6, 7, 8, 9], 3)
+    assert bench.finished == {"a": FinishReason.LENGTH}
+    assert bench.drained()
+
+
+def test_a_stop_token_ends_a_request_and_is_its_last() -> None:
+    expected = generate([1, 2], 5)
+    bench = Bench()
+    bench.submit(a_request("a", [1, 2], max_tokens=10, stop=frozenset({expected[2]})))
+    bench.finish()
+    assert bench.tokens["a"] == expected[:3]
+    assert bench.finished == {"a": FinishReason.STOP}
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
+    bench = Bench(max_num_batched_tokens=6)
+    bench.submit(a_request("short", [1, 2]))
+    bench.submit(a_request("long", list(range(10))))
+    assert bench.step() == [(0, 2), (0, 4)], "two prompts share the budget, in order of arrival"
+    assert bench.step() == [(2, 1), (4, 5)], "decode first, the prompt takes what is left"
+    assert bench.step() == [(3, 1), (9, 1)]
+    bench.finish()
+    assert bench.tokens["long"] == generate(list(range(10)), 3)
+
+
+def test_a_prompt_claims_its_whole_length_at_its_first_chunk() -> None:
+    bench = Bench(num_blocks=6, max_num_batched_tokens=4)
+    bench.submit(a_request("long", list(range(16)), max_tokens=1))
+    bench.step()
+    assert bench.pools.blocks.num_free == 1
+
+
+def test_what_must_wait_holds_back_those_behind_it() -> None:
+    bench = Bench(num_blocks=6)
+    bench.submit(a_request("a", list(range(12)), max_tokens=2))
+    bench.submit(a_request("too big for now", list(range(8)), max_tokens=1))
+    bench.submit(a_request("small", [1], max_tokens=1))
+    assert bench.step() == [(0, 12)]
+    assert bench.step() == [(12, 1)], "small would fit, but it came later"
+    assert bench.step() == [(0, 8), (0, 1)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name in "abc":
+        bench.submit(a_request(name, [1], max_tokens=2))
+    assert len(bench.step()) == 2
+    bench.finish()
+    assert sorted(bench.finished) == ["a", "b", "c"]
+
+
+def test_42_what_can_never_fit_is_refused_at_once_and_the_others_go_on() -> None:
+    bench = Bench(num_blocks=49, max_num_batched_tokens=300)
+    bench.submit(a_request("never", [1] * 4 * 63, max_tokens=1))
+    bench.submit(a_request("fits", [1, 2, 3]))
+    assert bench.errors["never"].kind is ErrorKind.NEVER_FITS
+    assert "252 prompt tokens and 1 output tokens need 63 KV blocks" in bench.errors["never"].message
+    assert "48 in all" in bench.errors["never"].message
+    bench.finish()
+    assert bench.tokens["fits"] == generate([1, 2, 3], 3)
+
+
+def test_a_request_that_would_outgrow_the_pool_is_refused_before_it_starts() -> None:
+    bench = Bench(num_blocks=4)
+    bench.submit(a_request("fills it", [1] * 9, max_tokens=4))
+    bench.submit(a_request("outgrows it", [1] * 9, max_tokens=5))
+    assert list(bench.errors) == ["outgrows it"]
+    bench.finish()
+    assert bench.tokens["fills it"] == generate([1] * 9, 4)
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0)])
+def test_an_empty_request_is_refused(prompt: list[int], max_tokens: int) -> None:
+    bench = Bench()
+    bench.submit(a_request("a", prompt, max_tokens))
+    assert bench.errors["a"].kind is ErrorKind.NEVER_FITS
+
+
+def test_the_youngest_is_preempted_and_still_gets_the_same_tokens() -> None:
+    bench = Bench(num_blocks=7, max_num_batched_tokens=64)
+    prompts = {name: [i, i + 1, i + 2] for i, name in enumerate("abc")}
+    for name, prompt in prompts.items():
+        bench.submit(a_request(name, prompt, max_tokens=10))
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert bench.tokens[name] == generate(prompt, 10)
+    assert list(bench.finished) == ["a", "b", "c"], "the oldest is never the victim"
+    assert bench.drained()
+
+
+def test_45_preemption_always_makes_progress() -> None:
+    """A prompt longer than a step's budget, resumed beside a decode that needs every block there is."""
+    bench = Bench(num_blocks=9, max_num_seqs=2, max_num_batched_tokens=4)
+    bench.submit(a_request("decode", [1, 2], max_tokens=28))
+    bench.submit(a_request("prompt", list(range(20)), max_tokens=8))
+    bench.finish(within=200)
+    assert bench.scheduler.num_preemptions <= 8
+    assert bench.tokens["decode"] == generate([1, 2], 28)
+    assert bench.tokens["prompt"] == generate(list(range(20)), 8)
+
+
+def test_an_abort_frees_everything_wherever_the_request_is() -> None:
+    bench = Bench(num_blocks=6, max_num_batched_tokens=8)
+    bench.submit(a_request("running", list(range(12))))
+    bench.submit(a_request("waiting", list(range(12))))
+    bench.step()
+    for name in ("waiting", "running", "unknown"):
+        bench.engine.abort(RequestId(name), 1)
+        bench.engine.check()
+    assert bench.step() == []
+    assert bench.drained()
+
+
+def test_an_abort_of_another_attempt_is_not_ours() -> None:
+    bench = Bench()
+    bench.submit(a_request("a", [1]))
+    bench.engine.abort(RequestId("a"), 2)
+    assert bench.engine.num_requests == 1
+
+
+def test_an_ingress_that_is_gone_takes_its_requests_along() -> None:
+    bench = Bench()
+    bench.submit(a_request("stays", [1]))
+    bench.engine.submit(a_request("goes", [2]), IngressId("ingress-2"))
+    bench.step()
+    bench.engine.abort_all(IngressId("ingress-2"))
+    bench.finish()
+    assert list(bench.finished) == ["stays"]
+    assert bench.drained()
+
+
+def test_state_slots_are_claimed_and_returned_with_blocks() -> None:
+    bench = Bench(num_slots=3)
+    for name in "abc":
+        bench.submit(a_request(name, [1], max_tokens=2))
+    bench.step()
+    assert [s.slot for s in bench.runner.plans[-1].sequences] == [1, 2]
+    bench.finish()
+    assert bench.pools.slots is not None and bench.pools.slots.num_free == 2
+
+
+class BrokenRunner:
+    def run(self, plan: StepPlan) -> StepResult:
+        raise RuntimeError("a kernel failed")
+
+
+def test_63_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_leaks() -> None:
+    bench = Bench(max_num_seqs=1)
+    broken = Engine(bench.scheduler, BrokenRunner())
+    bench.submit(a_request("in the step", [1]))
+    bench.submit(a_request("not yet", [2]))
+    (reply,) = broken.step()
+    assert reply.chunk.finish_reason is FinishReason.ERROR
+    assert reply.chunk.error is not None and reply.chunk.error.kind is ErrorKind.INTERNAL
+    assert "kernel" not in reply.chunk.error.message, "internals are for the log"
+    bench.finish()
+    assert bench.tokens["not yet"] == generate([2], 3)
+    assert bench.drained()
+
+
+def test_limits_that_cannot_work_are_refused() -> None:
+    with pytest.raises(ValueError, match="max_num_seqs must be at least 1"):
+        SchedulerConfig(max_num_seqs=0, max_num_batched_tokens=1)
+    with pytest.raises(ValueError, match="a full decode step would not fit"):
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+prompts = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=20), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=prompts,
+    max_tokens=st.integers(1, 12),
+    num_blocks=st.integers(10, 20),
+    block_size=st.sampled_from([3, 4, 7]),
+    budget=st.integers(4, 24),
+)
+def test_everybody_gets_what_they_would_get_alone(
+    prompts: list[list[int]], max_tokens: int, num_blocks: int, block_size: int, budget: int
+) -> None:
+    bench = Bench(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=budget)
+    for i, prompt in enumerate(prompts):
+        bench.submit(a_request(str(i), prompt, max_tokens))
+    bench.finish()
+    for i, prompt in enumerate(prompts):
+        if str(i) not in bench.errors:
+            assert bench.tokens[str(i)] == generate(prompt, max_tokens)
+    assert bench.drained()
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Arrivals, steps and aborts in any order; invariants after each, and nobody reads another's rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = Bench(num_blocks=9, block_size=3, num_slots=4, max_num_seqs=3, max_num_batched_tokens=7)
+        self.requests: dict[str, EngineRequest] = {}
+
+    @rule(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=14), max_tokens=st.integers(1, 9))
+    def submit(self, prompt: list[int], max_tokens: int) -> None:
+        request = a_request(f"r{len(self.requests)}", prompt, max_tokens)
+        self.requests[request.request_id] = request
+        self.bench.submit(request)
+
+    @rule()
+    def step(self) -> None:
+        self.bench.step()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.bench.engine.abort(RequestId(data.draw(st.sampled_from(sorted(self.requests)))), 1)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.bench.engine.check()
+
+    @invariant()
+    def every_token_is_right(self) -> None:
+        for name, tokens in self.bench.tokens.items():
+            assert tokens == generate(self.requests[name].prompt_token_ids, len(tokens))
+
+    def teardown(self) -> None:
+        self.bench.finish()
+        assert self.bench.drained()
+
+
+TestEngineMachine = EngineMachine.TestCase
