@@ -1,0 +1,230 @@
+"""Models of a hub, against a small server that speaks as much of the hub's API as a download needs."""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from shoal.cluster.sources.checkpoint import ModelSourceError, check_checkpoint
+from shoal.cluster.sources.hub import Hub, looks_like_hub_id
+from shoal.cluster.sources.progress import LineProgress
+from tests.checkpoints import hollow_checkpoint
+
+COMMIT = "c0ffee" + "0" * 34
+MODEL = "org/tiny"
+SILENT = LineProgress(lambda line: None)
+
+
+@dataclass
+class FakeHub:
+    """The state of a hub with one model, and what was asked of it."""
+
+    files: dict[str, bytes]
+    refused: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Model -> status and the hub's error code."""
+    downloads: list[str] = field(default_factory=list)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        path = path.partition("?")[0]
+        for model, (status, code) in self.refused.items():
+            if model in path:
+                return status, {"X-Error-Code": code}, b"{}"
+        match path.strip("/").split("/"):
+            case ["api", "models", "org", "tiny"] | ["api", "models", "org", "tiny", "revision", "main"]:
+                return 200, {}, json.dumps({"id": MODEL, "sha": COMMIT, "siblings": []}).encode()
+            case ["api", "models", "org", "tiny", "revision", _]:
+                return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+            case ["api", "models", "org", "tiny", "tree", *_]:
+                return 200, {}, json.dumps([self._entry(name) for name in self.files]).encode()
+            case ["org", "tiny", "resolve", _, *parts]:
+                content = self.files["/".join(parts)]
+                return 200, {"ETag": f'"{_blob_id(content)}"', "X-Repo-Commit": COMMIT}, content
+            case _:
+                return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+    def _entry(self, name: str) -> dict[str, object]:
+        content = self.files[name]
+        return {"type": "file", "path": name, "size": len(content), "oid": _blob_id(content)}
+
+
+def _blob_id(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
+
+
+@contextmanager
+def serve(hub: FakeHub) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self._send(with_body=False)
+
+        def do_GET(self) -> None:
+            if "/resolve/" in self.path:
+                hub.downloads.append(self.path.rpartition("/")[2])
+            self._send(with_body=True)
+
+        def _send(self, *, with_body: bool) -> None:
+            status, headers, body = hub.answer(self.path)
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            if with_body:
+                self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> FakeHub:
+    folder = hollow_checkpoint(tmp_path / "origin")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    extras = ("README.md", "pytorch_model.bin", "consolidated.safetensors", "onnx/model.safetensors")
+    return FakeHub(files=files | dict.fromkeys(extras, b"not needed"))
+
+
+Fetch = Callable[..., Path]
+
+
+@pytest.fixture
+def fetch(hub: FakeHub, tmp_path: Path) -> Iterator[Fetch]:
+    with serve(hub) as url:
+
+        def fetch(model: str = MODEL, *, revision: str | None = None, lines: list[str] | None = None) -> Path:
+            write = (lines if lines is not None else []).append
+            return client(url, tmp_path).fetch(
+                model, revision=revision, progress=LineProgress(write), answer_within_s=5.0
+            )
+
+        yield fetch
+
+
+def client(url: str, tmp_path: Path, *, offline: bool = False) -> Hub:
+    return Hub(endpoint=url, offline=offline, cache_dir=tmp_path / "hub-cache")
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_only_the_needed_files_are_downloaded_once(hub: FakeHub, fetch: Fetch) -> None:
+    lines: list[str] = []
+
+    folder = fetch(lines=lines)
+    assert fetch() == folder
+
+    check_checkpoint(folder)
+    assert sorted(hub.downloads) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert lines[0] == "fetching org/tiny ..."
+    assert lines[-1].startswith("fetching org/tiny: done in")
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_downloaded_model_is_served_from_the_hub_cache_without_the_hub(
+    fetch: Fetch, tmp_path: Path, offline: bool
+) -> None:
+    folder = fetch()
+
+    unreachable = client(f"http://127.0.0.1:{closed_port()}", tmp_path, offline=offline)
+
+    assert unreachable.fetch(MODEL, revision=None, progress=SILENT, answer_within_s=1.0) == folder
+
+
+def test_a_quantized_model_is_refused_before_its_weights_are_downloaded(hub: FakeHub, fetch: Fetch) -> None:
+    hub.files["config.json"] = b'{"quantization_config": {"quant_method": "awq"}}'
+
+    with pytest.raises(ModelSourceError, match=r"^org/tiny: .* is quantized with awq"):
+        fetch()
+
+    assert hub.downloads == ["config.json"]
+
+
+def test_a_model_with_pickled_weights_alone_is_refused(hub: FakeHub, fetch: Fetch) -> None:
+    del hub.files["model.safetensors"]
+
+    with pytest.raises(ModelSourceError, match=r"^org/tiny: .* a safetensors checkpoint is needed"):
+        fetch()
+
+
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        ((403, "GatedRepo"), "org/tiny is gated: accept its terms at http"),
+        ((401, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
+        ((404, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
+    ],
+)
+def test_each_refusal_of_the_hub_is_one_line(
+    hub: FakeHub, fetch: Fetch, refusal: tuple[int, str], said: str
+) -> None:
+    hub.refused[MODEL] = refusal
+
+    with pytest.raises(ModelSourceError) as caught:
+        fetch()
+
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_revision_is_named(fetch: Fetch) -> None:
+    with pytest.raises(ModelSourceError, match=r"^org/tiny has no revision 'v9'"):
+        fetch(revision="v9")
+
+
+def test_a_hub_that_is_down_is_as_good_as_unreachable(hub: FakeHub, fetch: Fetch) -> None:
+    hub.refused[MODEL] = (503, "")
+
+    with pytest.raises(ModelSourceError, match="does not answer"):
+        fetch()
+
+
+def test_a_hub_that_accepts_and_stays_silent_is_given_up_in_time(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub = client(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path)
+
+        with pytest.raises(ModelSourceError, match="does not answer"):
+            hub.fetch(MODEL, revision=None, progress=SILENT, answer_within_s=0.1)
+
+
+def test_offline_is_said_as_such(tmp_path: Path) -> None:
+    with pytest.raises(ModelSourceError, match="HF_HUB_OFFLINE is set"):
+        client("http://unused", tmp_path, offline=True).fetch(
+            MODEL, revision=None, progress=SILENT, answer_within_s=1.0
+        )
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("org/name.with.dots", True),
+        ("./org/name", False),
+        ("../name", False),
+        ("~/name", False),
+        ("/abs/name", False),
+        ("name", False),
+        ("a/b/c", False),
+        ("org/file.gguf", False),
+    ],
+)
+def test_what_looks_like_a_hub_id(model: str, expected: bool) -> None:
+    assert looks_like_hub_id(model) is expected
