@@ -1,0 +1,78 @@
+"""The ingress's process: an HTTP server beside a dispatcher, on one event loop."""
+
+import asyncio
+import socket
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import uvicorn
+
+from shoal.actors.ingress.streams import EngineStreams
+from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
+
+BACKLOG = 2048
+
+
+class IngressActor:
+    """A new id each time the process starts: the engines drop what an earlier one had asked for."""
+
+    def __init__(self, model: ModelCard, http: HttpConfig) -> None:
+        self._model = model
+        self._http = http
+        self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
+        self._streams: EngineStreams | None = None
+        self._info: IngressInfo | None = None
+
+    def __repr__(self) -> str:
+        return f"Ingress({self._http.host}:{self._http.port})"
+
+    async def start(self) -> IngressInfo:
+        """Listen; raises ValueError when the address cannot be had."""
+        if self._info is None:
+            # transformers takes seconds to import: not while Ray waits for the class
+            from shoal.actors.ingress.app import create_app  # noqa: PLC0415
+            from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
+
+            listener = _listen(self._http)
+            codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
+            self._streams = EngineStreams(self._ingress_id)
+            app = create_app(
+                model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key
+            )
+            self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+            self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+            host, port = self._http.host, listener.getsockname()[1]
+            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._info = IngressInfo(ingress_id=self._ingress_id, url=url)
+        return self._info
+
+    async def introduce(self, router: Any, engines: Mapping[EngineId, Any]) -> None:
+        if self._streams is not None:
+            await self._streams.introduce(router, engines)
+
+    async def ping(self) -> None:
+        """Answers while the process lives and its event loop turns."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Accept nothing new; open requests may go on for grace_s."""
+        if self._info is not None:
+            self._server.config.timeout_graceful_shutdown = int(grace_s)
+            self._server.should_exit = True
+            await asyncio.wait([self._serving], timeout=grace_s + 1)
+
+
+def _listen(http: HttpConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((http.host, http.port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"cannot listen on {http.host}:{http.port}: {error.strerror}; choose --port"
+        ) from error
+    listener.setblocking(False)
+    return listener

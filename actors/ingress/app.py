@@ -1,0 +1,103 @@
+"""The HTTP application: which path leads where, who may ask, and how failures are answered."""
+
+import hmac
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.params import Depends as Dependency
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from shoal.actors.ingress.dispatch import Dispatcher
+from shoal.actors.ingress.edge import Edge, log_failure
+from shoal.actors.ingress.endpoints import Endpoints
+from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
+from shoal.actors.ingress.openapi import body_of, describe
+from shoal.actors.ingress.protocol import ChatCompletion, ChatCompletionRequest, Completion, CompletionRequest
+from shoal.actors.ingress.responses import ClientGone
+from shoal.actors.ingress.text import PromptError, TextCodec
+from shoal.actors.messages import ModelCard
+
+MAX_BODY_BYTES = 32 * 2**20
+CLIENT_CLOSED_REQUEST = 499
+"""Seen in access logs only: whoever would read it is gone."""
+
+
+def create_app(
+    *,
+    model: ModelCard,
+    codec: TextCodec,
+    dispatcher: Dispatcher,
+    api_key: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
+    """The front door of one model. The codec stays the caller's, to close when the server has stopped."""
+    endpoints = Endpoints(model=model, codec=codec, dispatcher=dispatcher, max_body_bytes=max_body_bytes)
+    app = FastAPI(title="Shoal", redirect_slashes=False)
+    app.add_api_route("/health", endpoints.health)
+    app.add_api_route("/ready", endpoints.ready)
+    app.include_router(_openai_routes(endpoints, api_key))
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(PromptError, _prompt_error)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(ClientDisconnect, _client_gone)
+    app.add_middleware(Edge)
+    app.openapi = partial(describe, app)  # type: ignore[method-assign]
+    return app
+
+
+def _openai_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
+    guards: list[Dependency] = [] if api_key is None else [Depends(_key_check(api_key))]
+    router = APIRouter(prefix="/v1", dependencies=guards)
+    router.add_api_route(
+        "/chat/completions",
+        endpoints.chat_completions,
+        methods=["POST"],
+        openapi_extra=body_of(ChatCompletionRequest),
+        responses={200: {"model": ChatCompletion}},
+    )
+    router.add_api_route(
+        "/completions",
+        endpoints.completions,
+        methods=["POST"],
+        openapi_extra=body_of(CompletionRequest),
+        responses={200: {"model": Completion}},
+    )
+    router.add_api_route("/models", endpoints.models)
+    router.add_api_route("/models/{model_id:path}", endpoints.model)  # names may contain slashes
+    return router
+
+
+def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
+    expected = f"Bearer {api_key}".encode()
+
+    async def check(request: Request) -> None:
+        # Headers are bytes on the wire, which Starlette reads as latin-1.
+        given = request.headers.get("authorization", "").encode("latin-1")
+        if not hmac.compare_digest(given, expected):
+            raise invalid_api_key()
+
+    return check
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    log_failure(request.scope, error)
+    return error.response()
+
+
+async def _prompt_error(request: Request, error: Exception) -> Response:
+    return bad_request(str(error)).response()
+
+
+async def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: an unknown route, a wrong method."""
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.scope['path']}"
+    return ApiError(error.status_code, message, headers=error.headers).response()
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,0 +1,101 @@
+"""Everything that can go wrong at the door, in the one shape that OpenAI clients understand."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+
+from shoal.actors.messages import ErrorKind, RequestError
+
+RETRY_SOON: Mapping[str, str] = MappingProxyType({"retry-after": "1"})
+_TYPES = {500: "server_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error: what the client is told, and what only the log is told."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        detail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
+        self.detail = detail
+        """For the log: it may name processes and addresses, which are no client's business."""
+        self.body = {
+            "error": {
+                "message": message,
+                "type": _TYPES.get(status, "invalid_request_error"),
+                "param": param,
+                "code": code,
+            }
+        }
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, headers=self.headers)
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def internal_error(detail: str = "") -> ApiError:
+    return ApiError(500, "The server failed to process this request.", code="internal", detail=detail)
+
+
+def unknown_model(model: str) -> ApiError:
+    return ApiError(404, f"The model {model[:128]!r} does not exist.", param="model", code="model_not_found")
+
+
+def invalid_api_key() -> ApiError:
+    message = "Missing or incorrect API key: send it as 'Authorization: Bearer KEY'."
+    return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def not_ready() -> ApiError:
+    message = "No engine can take a request now; try again soon."
+    return ApiError(503, message, code=ErrorKind.NO_ENGINE, headers=RETRY_SOON)
+
+
+def context_length_exceeded(
+    num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, *, param: str
+) -> ApiError:
+    limit = f"This model's maximum context length is {max_model_len} tokens"
+    if max_tokens is None:
+        message = f"{limit}, but the prompt has {num_prompt_tokens}, which leaves no room for an answer."
+    else:
+        message = (
+            f"{limit}, but {num_prompt_tokens + max_tokens} were requested:"
+            f" {num_prompt_tokens} in the prompt and {max_tokens} for the answer."
+        )
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
+def engine_error(error: RequestError) -> ApiError:
+    """Of the engine's own words only NEVER_FITS are meant for the client; the rest go to the log."""
+    match error.kind:
+        case ErrorKind.NEVER_FITS:
+            return bad_request(error.message, code=error.kind)
+        case ErrorKind.INTERNAL:
+            return internal_error(detail=error.message)
+        case ErrorKind.NO_ENGINE:
+            message = "No engine can take this request now; try again soon."
+        case ErrorKind.ENGINE_LOST:
+            message = "The engine that served this request is gone; it may be sent again."
+    return ApiError(503, message, code=error.kind, headers=RETRY_SOON, detail=error.message)
+
+
+def invalid_body(error: ValidationError) -> ApiError:
+    """The first complaint, with the field in the notation of OpenAI's errors: messages[0].content."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    param = param.removeprefix(".")
+    return bad_request(f"{param}: {first['msg']}." if param else f"{first['msg']}.", param=param or None)
