@@ -11,7 +11,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
-from shoal.actors.engine.models.decoder_config import decoder_config, load_config
+from shoal.actors.engine.models.decoder_config import DecoderConfig, decoder_config, load_config
 from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
@@ -20,11 +20,36 @@ from shoal.actors.engine.runner import ModelRunner, PagedPool
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
 from shoal.actors.messages import SamplingParams
-from shoal.kernels.backend import Backend
+from shoal.kernels.backend import Backend, Rotary
 from shoal.kernels.choose import choose_backend
-from shoal.kvstore.layout import BlockLayout
+from shoal.kvstore.layout import BlockLayout, KVDtype
 
 logger = logging.getLogger(__name__)
+
+DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A checkpoint in memory, before it is known how many KV blocks fit beside it."""
+
+    config: DecoderConfig
+    weights: DecoderWeights
+    rotary: Rotary
+
+    def decoder(self, backend: Backend, *, max_rows: int, max_logits: int) -> LeanDecoder:
+        return LeanDecoder(
+            self.config, self.weights, self.rotary, backend, max_rows=max_rows, max_logits=max_logits
+        )
+
+    def block_layout(self, block_size: int, dtype: KVDtype) -> BlockLayout:
+        return BlockLayout(
+            num_layers=self.config.num_layers,
+            num_kv_heads=self.config.num_kv_heads,
+            head_dim=self.config.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,37 +59,31 @@ class BuiltEngine:
     backend: Backend
 
 
+def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
+    """Raises UnsupportedModel for a checkpoint that the lean decoder would compute wrongly."""
+    hf = load_config(checkpoint)
+    config = decoder_config(hf)
+    with CheckpointTensors(checkpoint) as tensors:
+        weights = DecoderWeights.load(tensors, config, backend)
+    return LoadedModel(
+        config=config, weights=weights, rotary=rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
+    )
+
+
 def build_engine(config: EngineConfig) -> BuiltEngine:
     """Load the checkpoint and divide the memory.
 
     Raises UnsupportedModel or NotEnoughMemory (both ValueError) with a message for the operator.
     """
-    device = torch.device("cpu")
     torch.set_num_threads(config.threads)
     backend = choose_backend(config.threads, require_kernels=config.require_kernels)
-    hf = load_config(Path(config.checkpoint))
-    decoder = decoder_config(hf)
-    with CheckpointTensors(Path(config.checkpoint)) as tensors:
-        weights = DecoderWeights.load(tensors, decoder, backend)
-    model = LeanDecoder(
-        decoder,
-        weights,
-        rotary_tables(hf, config.max_model_len, decoder.head_dim, device),
-        backend,
-        max_rows=config.max_num_batched_tokens,
-        max_logits=config.max_num_seqs,
-    )
-    layout = BlockLayout(
-        num_layers=decoder.num_layers,
-        num_kv_heads=decoder.num_kv_heads,
-        head_dim=decoder.head_dim,
-        block_size=config.block_size,
-        dtype=config.kv_cache_dtype,
-    )
-    rehearsal = ModelRunner(model, PagedPool(layout, 1, device), backend, device)
+    loaded = load_model(Path(config.checkpoint), backend, max_model_len=config.max_model_len)
+    decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
+    layout = loaded.block_layout(config.block_size, config.kv_cache_dtype)
+    rehearsal = ModelRunner(decoder, PagedPool(layout, 1, DEVICE), backend, DEVICE)
     memory = plan_memory(
         total_bytes=config.memory_bytes,
-        weights_bytes=weights.num_bytes,
+        weights_bytes=loaded.weights.num_bytes,
         step_peak_bytes=_peak_bytes(lambda: rehearsal.run(_largest_step(config))),
         state_bytes_per_slot=0,
         block_bytes=layout.bytes_per_block,
@@ -73,10 +92,11 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         max_model_len=config.max_model_len,
     )
     logger.info("%s", memory.describe())
-    runner = ModelRunner(model, PagedPool(layout, memory.num_blocks, device), backend, device)
+    runner = ModelRunner(decoder, PagedPool(layout, memory.num_blocks, DEVICE), backend, DEVICE)
     pools = Pools(num_blocks=memory.num_blocks, block_size=config.block_size)
-    engine = Engine(Scheduler(config.scheduler, pools), runner)
-    return BuiltEngine(engine=engine, memory=memory, backend=backend)
+    return BuiltEngine(
+        engine=Engine(Scheduler(config.scheduler, pools), runner), memory=memory, backend=backend
+    )
 
 
 def _largest_step(config: EngineConfig) -> StepPlan:

@@ -32,9 +32,18 @@ class ModelRunner:
         self._backend = backend
         self._device = device
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        hidden = self.hidden_states(plan)
+        return self.draw(plan, self.hidden_states(plan))
+
+    @torch.inference_mode()
+    def hidden_states(self, plan: StepPlan) -> Tensor:
+        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
+        token_ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in plan.sequences])
+        return self._model.hidden_states(self._on_device(token_ids), self._rows(plan), self._pool.layers)
+
+    @torch.inference_mode()
+    def draw(self, plan: StepPlan, hidden_TN: Tensor) -> StepResult:
+        """The next token of every sequence that the plan lets draw, from its last row."""
         drawing, last_rows = [], []
         row = 0
         for sequence in plan.sequences:
@@ -44,15 +53,10 @@ class ModelRunner:
                 last_rows.append(row - 1)
         if not drawing:
             return StepResult(step_id=plan.step_id, tokens={})
-        logits = self._model.logits(hidden[self._on_device(np.array(last_rows, dtype=np.int64))])
+        logits = self._model.logits(hidden_TN[self._on_device(np.array(last_rows, dtype=np.int64))])
         tokens = self._backend.sample(logits, self._sampling(drawing)).tolist()
         ids = [sequence.sequence_id for sequence in drawing]
         return StepResult(step_id=plan.step_id, tokens=dict(zip(ids, tokens, strict=True)))
-
-    def hidden_states(self, plan: StepPlan) -> Tensor:
-        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
-        token_ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in plan.sequences])
-        return self._model.hidden_states(self._on_device(token_ids), self._rows(plan), self._pool.layers)
 
     def _rows(self, plan: StepPlan) -> Rows:
         lengths = [len(s.token_ids) for s in plan.sequences]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, StaticCache
+from transformers.utils.logging import disable_progress_bar
 
 from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS, WARM_UP_TOKENS
 
@@ -13,9 +14,11 @@ from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS, WARM_UP_TOKENS
 class TransformersPeer:
     def __init__(self, checkpoint: Path, threads: int) -> None:
         torch.set_num_threads(threads)
+        disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        ).eval()
+        )
+        self._model.eval()
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
@@ -36,5 +39,5 @@ class TransformersPeer:
         self._next(torch.tensor([prompt]), StaticCache(config=self._model.config, max_cache_len=len(prompt)))
 
     def _next(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
-        logits = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = self._model(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits
         return torch.argmax(logits[:, -1], dim=-1, keepdim=True)

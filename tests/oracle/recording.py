@@ -1,0 +1,117 @@
+"""A real engine whose every logit can be looked at: scheduler, pools, runner and kernels as they serve."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.actors.engine.build import DEVICE, LoadedModel
+from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.pools import Pools
+from shoal.actors.engine.runner import ModelRunner, PagedPool
+from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
+from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
+from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.kernels.backend import Backend
+from shoal.kvstore.layout import KVDtype
+
+MAX_LOGITS = 64
+INGRESS = IngressId("test")
+
+Look = Callable[[SequenceId, int, Tensor], None]
+"""Called with (sequence, position, logits float32 [vocab]) for every row of a watched sequence."""
+
+
+class LookingRunner:
+    """Runs a plan on a ModelRunner, and shows the logits of every position, not only the drawn ones."""
+
+    def __init__(
+        self, runner: ModelRunner, decoder: LeanDecoder, look: Look, watched: frozenset[SequenceId]
+    ) -> None:
+        self._runner = runner
+        self._decoder = decoder
+        self._look = look
+        self._watched = watched
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        hidden = self._runner.hidden_states(plan)
+        rows = [(s.sequence_id, position) for s in plan.sequences for position in range(s.start, s.end)]
+        watched = [i for i, (sequence, _) in enumerate(rows) if sequence in self._watched]
+        for first in range(0, len(watched), MAX_LOGITS):
+            some = watched[first : first + MAX_LOGITS]
+            for row, logits in zip(some, self._decoder.logits(hidden[some]), strict=True):
+                self._look(*rows[row], logits)
+        return self._runner.draw(plan, hidden)
+
+
+@dataclass
+class Recording:
+    """What a run computed: the bits of every position's logits, and the tokens that came out."""
+
+    digests: dict[SequenceId, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_preemptions: int = 0
+
+    def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
+        digest = hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).digest()
+        earlier = self.digests[sequence].setdefault(position, digest)
+        assert earlier == digest, f"position {position} was computed twice, with other bits"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How a run is served; every choice must lead to the same bits."""
+
+    backend: Backend
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 16
+    num_blocks: int = 200
+    block_size: int = 128
+    kv_cache_dtype: KVDtype = "float32"
+
+
+def serve(
+    loaded: LoadedModel,
+    setup: Setup,
+    requests: Sequence[EngineRequest],
+    *,
+    watch: Sequence[int] = (1,),
+    look: Look | None = None,
+) -> Recording:
+    """Run the requests to their end. They are sequences 1, 2, ... in order; `watch` says which to look at."""
+    recording = Recording()
+    decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
+    layout = loaded.block_layout(setup.block_size, setup.kv_cache_dtype)
+    pool = PagedPool(layout, setup.num_blocks, DEVICE)
+    pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
+    runner = ModelRunner(decoder, pool, setup.backend, DEVICE)
+    config = SchedulerConfig(
+        max_num_seqs=setup.max_num_seqs, max_num_batched_tokens=setup.max_num_batched_tokens
+    )
+    scheduler = Scheduler(config, Pools(num_blocks=setup.num_blocks, block_size=setup.block_size))
+    watched = frozenset(SequenceId(number) for number in watch)
+    engine = Engine(scheduler, LookingRunner(runner, decoder, look or recording.look, watched))
+    for request in requests:
+        assert not engine.submit(request, INGRESS)
+    while engine.num_requests:
+        for reply in engine.step():
+            assert reply.chunk.error is None, reply.chunk.error
+            recording.tokens[reply.chunk.request_id] += reply.chunk.token_ids
+    recording.num_preemptions = scheduler.num_preemptions
+    return recording
+
+
+def greedy(name: str, prompt: Sequence[int], max_tokens: int) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        attempt=1,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        stop_token_ids=frozenset(),
+        sampling=SamplingParams(temperature=0.0),
+    )

@@ -1,0 +1,118 @@
+"""The product's promise, on a real model: how a token is computed changes no bit of its logits."""
+
+import random
+
+import pytest
+
+from shoal.actors.engine.build import LoadedModel, load_model
+from shoal.actors.engine.step import SequenceId
+from shoal.actors.messages import EngineRequest
+from shoal.kernels.cpu import CpuBackend
+from tests.checkpoints import smollm2
+from tests.oracle.recording import Recording, Setup, greedy, serve
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 310, 12
+FIRST = SequenceId(1)
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    choose = random.Random(seed)
+    return [choose.randrange(3, 49_000) for _ in range(length)]
+
+
+REQUEST = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
+
+
+def neighbours(count: int) -> list[EngineRequest]:
+    """Other requests of all lengths, some longer than a block, some of one token."""
+    lengths = [1 + (37 * i) % 280 for i in range(count)]
+    return [greedy(f"neighbour {i}", tokens(i + 1, length), 12 + i) for i, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="module")
+def smol() -> LoadedModel:
+    return load_model(smollm2(), CpuBackend(2), max_model_len=2048)
+
+
+@pytest.fixture(scope="module")
+def alone(smol: LoadedModel) -> Recording:
+    """By itself: the prompt at once, then one token a step."""
+    recording = serve(smol, Setup(backend=CpuBackend(2)), [REQUEST])
+    assert len(recording.digests[FIRST]) == PROMPT_TOKENS + OUTPUT_TOKENS - 1
+    return recording
+
+
+def test_alone_twice(smol: LoadedModel, alone: Recording) -> None:
+    assert serve(smol, Setup(backend=CpuBackend(2)), [REQUEST]).digests[FIRST] == alone.digests[FIRST]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 128, 300])
+def test_in_chunks(smol: LoadedModel, alone: Recording, chunk: int) -> None:
+    setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=chunk, max_num_seqs=1)
+    assert_same(serve(smol, setup, [REQUEST]), alone)
+
+
+def test_with_one_thread(smol: LoadedModel, alone: Recording) -> None:
+    assert_same(serve(smol, Setup(backend=CpuBackend(1)), [REQUEST]), alone)
+
+
+def test_with_more_threads_than_cores(smol: LoadedModel, alone: Recording) -> None:
+    assert_same(serve(smol, Setup(backend=CpuBackend(5)), [REQUEST]), alone)
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_with_another_instruction_set(smol: LoadedModel, alone: Recording, isa: str) -> None:
+    try:
+        backend = CpuBackend(2, isa=isa)
+    except ValueError as error:
+        pytest.skip(str(error))
+    short = greedy("it", REQUEST.prompt_token_ids[:12], 2)
+    recording = serve(smol, Setup(backend=backend), [short])
+    for position in range(12):
+        assert recording.digests[FIRST][position] == alone.digests[FIRST][position]
+
+
+def test_with_smaller_blocks(smol: LoadedModel, alone: Recording) -> None:
+    assert_same(serve(smol, Setup(backend=CpuBackend(2), block_size=16), [REQUEST]), alone)
+
+
+def test_beside_fifteen_others(smol: LoadedModel, alone: Recording) -> None:
+    requests = [REQUEST, *neighbours(15)]
+    setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=256)
+    together = serve(smol, setup, requests, watch=(1, 6))
+    assert_same(together, alone)
+    fifth = serve(smol, Setup(backend=CpuBackend(2)), [requests[5]])
+    assert together.digests[SequenceId(6)] == fifth.digests[FIRST], "its neighbours are exact too"
+
+
+def test_preempted_and_computed_again(smol: LoadedModel, alone: Recording) -> None:
+    """Too few blocks for both: ours is the younger, gives way in the middle of its output, and resumes."""
+    elder = greedy("elder", tokens(9, 303), 30)  # 19 blocks of 16 tokens, and soon a 20th
+    setup = Setup(
+        backend=CpuBackend(2), num_blocks=1 + 19 + 20 + 1, block_size=16, max_num_batched_tokens=640
+    )
+    recording = serve(smol, setup, [elder, REQUEST], watch=(2,))
+    assert recording.num_preemptions == 1
+    assert recording.digests[SequenceId(2)] == alone.digests[FIRST]
+    assert recording.tokens["it"] == alone.tokens["it"]
+
+
+def test_output_fed_back_as_a_prompt(smol: LoadedModel, alone: Recording) -> None:
+    """What was computed token by token in decode, computed in one prefill."""
+    longer = [*REQUEST.prompt_token_ids, *alone.tokens["it"][:-1]]
+    recording = serve(smol, Setup(backend=CpuBackend(2)), [greedy("it", longer, 1)])
+    assert recording.digests[FIRST] == alone.digests[FIRST]
+    assert recording.tokens["it"] == alone.tokens["it"][-1:]
+
+
+def test_bfloat16_keys_and_values_are_as_exact(smol: LoadedModel) -> None:
+    at_once = Setup(backend=CpuBackend(2), kv_cache_dtype="bfloat16")
+    chunked = Setup(
+        backend=CpuBackend(1), kv_cache_dtype="bfloat16", max_num_batched_tokens=50, max_num_seqs=1
+    )
+    assert_same(serve(smol, chunked, [REQUEST]), serve(smol, at_once, [REQUEST]))
+
+
+def assert_same(recording: Recording, expected: Recording) -> None:
+    assert recording.digests[FIRST] == expected.digests[FIRST]
+    assert recording.tokens["it"] == expected.tokens["it"]
