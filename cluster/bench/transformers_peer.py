@@ -14,11 +14,11 @@ from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS, WARM_UP_TOKENS
 class TransformersPeer:
     def __init__(self, checkpoint: Path, threads: int) -> None:
         torch.set_num_threads(threads)
-        disable_progress_bar()
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
+        disable_progress_bar()  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
-        self._model.eval()
+        self._model = model.eval()
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]]) -> Callable[[], None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.actors.engine.build import load_model
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
+from shoal.actors.engine.step import SequenceId
 from shoal.kernels.backend import Backend
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
@@ -21,12 +22,11 @@ def our_logits(checkpoint: Path, backend: Backend, tokens: Sequence[int]) -> Ten
     loaded = load_model(checkpoint, backend, max_model_len=len(tokens) + 1)
     rows: dict[int, Tensor] = {}
     setup = Setup(backend=backend, max_num_batched_tokens=64)
-    serve(
-        loaded,
-        setup,
-        [greedy("it", tokens, 1)],
-        lambda _, position, row: rows.update({position: row.clone()}),
-    )
+
+    def keep(_: SequenceId, position: int, logits: Tensor) -> None:
+        rows[position] = logits.clone()
+
+    serve(loaded, setup, [greedy("it", tokens, 1)], look=keep)
     return torch.stack([rows[position] for position in range(len(tokens))])
 
 
@@ -42,7 +42,7 @@ def their_logits(checkpoint: Path, tokens: Sequence[int]) -> Tensor:
 def test_smollm2_within_a_thousandth() -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    tokenizer = AutoTokenizer.from_pretrained(smollm2())
+    tokenizer: Any = AutoTokenizer.from_pretrained(smollm2())
     story = [{"role": "user", "content": "Write a short story about a fox and a river. " * 25}]
     tokens = tokenizer.apply_chat_template(story, add_generation_prompt=True, return_dict=False)
     assert len(tokens) > 256
