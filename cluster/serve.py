@@ -3,16 +3,17 @@
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 from rich.console import Console
 
@@ -23,11 +24,12 @@ from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
-from shoal.kvstore.layout import KVDtype
+from shoal.kvstore.layout import KVDtype, format_size
 
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
+SILENCE_DEADLINE_S = 60.0
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray offers, for all engines together; the rest is for ingress, Ray, page cache."""
 
@@ -66,8 +68,9 @@ def serve(options: ServeOptions, console: Console) -> None:
         checkpoint=str(checkpoint.directory),
         max_model_len=max_model_len,
     )
+    _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
     with _connected(options) as dashboard_url, _stop_signal() as stop:
-        spec = _spec(options, model)
+        spec = _spec(options, model, _share_of_an_engine(options))
         console.print(
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
         )
@@ -96,11 +99,24 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     if address == "local":
         wanted_cpus = options.engines * (options.threads or 1)
         private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
+    _check_that_ray_listens(address)
     context = ray.init(address=address, logging_level=logging.WARNING, **private)
     try:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _check_that_ray_listens(address: str) -> None:
+    """Ray itself would try for some minutes before it gives up on an address where nobody is."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():  # "local", "auto", or not ours to judge
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_DEADLINE_S).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
 
 
 @contextmanager
@@ -117,26 +133,44 @@ def _stop_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _spec(options: ServeOptions, model: ModelCard) -> ClusterSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Share:
+    """What one engine gets of the machines."""
+
+    threads: int
+    memory_bytes: int
+
+
+def _share_of_an_engine(options: ServeOptions) -> _Share:
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    num_cpus = int(resources.get("CPU", 1))
+    num_cpus, ray_memory = int(resources.get("CPU", 0)), int(resources.get("memory", 0))
     threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
+    memory_bytes = options.memory_bytes or int(DEFAULT_MEMORY_SHARE * ray_memory / options.engines)
     if threads * options.engines > num_cpus:
         raise ServeError(
             f"{options.engines} engines of {threads} threads need {threads * options.engines} CPUs; "
             f"Ray has {num_cpus}: lower --engines or --threads"
         )
-    share = int(DEFAULT_MEMORY_SHARE * resources.get("memory", 0) / options.engines)
+    if memory_bytes * options.engines > ray_memory:
+        raise ServeError(
+            f"{options.engines} engines of {format_size(memory_bytes)} need "
+            f"{format_size(memory_bytes * options.engines)}; Ray has {format_size(ray_memory)}: "
+            "lower --engines or --memory"
+        )
+    return _Share(threads=threads, memory_bytes=memory_bytes)
+
+
+def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec:
     return ClusterSpec(
         name=options.name,
         model=model,
         num_engines=options.engines,
-        http=options.http,
+        http=options.http if options.http.port else replace(options.http, port=_free_port(options.http.host)),
         engine=EngineConfig(
             checkpoint=model.checkpoint,
             max_model_len=model.max_model_len,
-            memory_bytes=options.memory_bytes or share,
-            threads=threads,
+            memory_bytes=share.memory_bytes,
+            threads=share.threads,
             block_size=options.block_size,
             kv_cache_dtype=options.kv_cache_dtype,
             max_num_seqs=options.max_num_seqs,
@@ -144,6 +178,14 @@ def _spec(options: ServeOptions, model: ModelCard) -> ClusterSpec:
             require_kernels=options.require_kernels,
         ),
     )
+
+
+def _free_port(host: str) -> int:
+    """Chosen once, so that an ingress that is replaced comes back where its clients expect it."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -170,13 +212,24 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
 
 
 def _watch(supervisor: Any, stop: threading.Event, on_ready: Callable[[ClusterStatus], None]) -> None:
-    """Renew the lease until told to stop; say when the cluster becomes ready."""
+    """Renew the lease until told to stop; say when the cluster becomes ready.
+
+    A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while.
+    """
     announced = False
+    heard = time.monotonic()
     while not stop.wait(POLL_S):
-        status = _call(supervisor, "status")
-        _call(supervisor, "renew_lease")
-        if status is None:  # a supervisor that died is restarted by Ray and adopts what runs
+        try:
+            status = _call(supervisor.status)
+            _call(supervisor.renew_lease)
+        except (RayError, GetTimeoutError) as error:
+            if time.monotonic() - heard > SILENCE_DEADLINE_S:
+                reason = str(error).strip().splitlines()[-1]
+                raise ServeError(
+                    f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
+                ) from error
             continue
+        heard = time.monotonic()
         if status.failed:
             raise ServeError(status.failed)
         if status.ready and not announced:
@@ -195,24 +248,21 @@ def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | Non
     console.print(f"ready: {status.ingress.url}/v1", highlight=False, style="bold green")
 
 
-def _call(supervisor: Any, method: str, timeout_s: float = CALL_DEADLINE_S) -> Any:
-    """The answer, or None when the supervisor is away for a moment."""
-    try:
-        return ray.get(getattr(supervisor, method).remote(), timeout=timeout_s)
-    except (RayActorError, GetTimeoutError):
-        return None
+def _call(method: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
+    return ray.get(method.remote(), timeout=timeout_s)
 
 
 def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
     """End the cluster's actors, the supervisor last, and see that none is left."""
-    _call(supervisor, "teardown", TEARDOWN_DEADLINE_S)
+    with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
+        _call(supervisor.teardown, TEARDOWN_DEADLINE_S)
     ray.kill(supervisor)
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
     while left := _named_actors(spec.namespace):
         if time.monotonic() > deadline:
             names = ", ".join(sorted(actor["name"] for actor in left))
             raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")
-        for actor in left:  # one that the supervisor started after it was told to stop
+        for actor in left:
             _kill(actor)
         time.sleep(0.1)
 

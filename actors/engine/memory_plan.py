@@ -7,6 +7,8 @@ The first three follow from the model and the limits; only the number of blocks 
 
 from dataclasses import dataclass
 
+from shoal.kvstore.layout import format_size
+
 STATE_SLOTS_PER_SEQUENCE = 1.2
 """More slots than running sequences: a slot can outlive its sequence by a copy (DeepInfer, section 4.3.1)."""
 
@@ -35,9 +37,9 @@ class MemoryPlan:
 
     def describe(self) -> str:
         return (
-            f"memory {_size(self.total_bytes)} = weights {_size(self.weights_bytes)} "
-            f"+ step {_size(self.step_peak_bytes)} + state {_size(self.state_bytes)} "
-            f"+ {self.num_blocks} blocks of {_size(self.block_bytes)} ({self.num_tokens:,} tokens)"
+            f"memory {format_size(self.total_bytes)} = weights {format_size(self.weights_bytes)} "
+            f"+ step {format_size(self.step_peak_bytes)} + state {format_size(self.state_bytes)} "
+            f"+ {self.num_blocks} blocks of {format_size(self.block_bytes)} ({self.num_tokens:,} tokens)"
         )
 
 
@@ -68,12 +70,13 @@ def plan_memory(
     affordable = max(0, left // block_bytes)
     if affordable < blocks_per_sequence + 1:
         needed = total_bytes - left + (blocks_per_sequence + 1) * block_bytes
+        size = format_size
         raise NotEnoughMemory(
             f"not enough memory: one sequence of max_model_len {max_model_len} needs {blocks_per_sequence} "
-            f"KV blocks of {_size(block_bytes)} and one spare; of {_size(total_bytes)}, after weights "
-            f"{_size(weights_bytes)}, step {_size(step_peak_bytes)} and state {_size(state_bytes)}, "
-            f"{_size(max(0, left))} is left, which is {affordable} blocks. Give --memory at least "
-            f"{_size(needed, up=True)}" + _or_shorter(affordable, block_size)
+            f"KV blocks of {size(block_bytes)} and one spare; of {size(total_bytes)}, after weights "
+            f"{size(weights_bytes)}, step {size(step_peak_bytes)} and state {size(state_bytes)}, "
+            f"{size(max(0, left))} is left, which is {affordable} blocks. Give --memory at least "
+            f"{size(needed, up=True)}" + _or_shorter(affordable, block_size)
         )
     return MemoryPlan(
         total_bytes=total_bytes,
@@ -90,12 +93,3 @@ def _or_shorter(affordable: int, block_size: int) -> str:
     if affordable < 2:
         return "."
     return f", or lower --max-model-len to {(affordable - 1) * block_size}."
-
-
-def _size(num_bytes: int, *, up: bool = False) -> str:
-    """1536 MiB as "1.5GiB", in the spelling that --memory takes; `up` rounds to enough."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            tenths = -(-num_bytes * 10 // scale) if up else round(num_bytes * 10 / scale)
-            return f"{tenths / 10:g}{unit}"
-    return f"{num_bytes}B"

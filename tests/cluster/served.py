@@ -1,0 +1,112 @@
+"""`shoal serve` as a child process, and a look at its actors from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO, Any
+from uuid import uuid4
+
+import httpx
+import ray
+from openai import OpenAI
+from ray.util import list_named_actors
+
+ROOT = Path(__file__).parents[2]
+READY_DEADLINE_S = 120.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
+    deadline = time.monotonic() + within_s
+    while not (result := condition()):
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.05)
+    return result
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[bytes]
+    name: str
+    _log: IO[bytes]
+    url: str = ""
+    clients: list[OpenAI] = field(default_factory=list)
+
+    @classmethod
+    @contextmanager
+    def start(
+        cls, checkpoint: Path, address: str, *flags: str, engines: int = 1, name: str | None = None
+    ) -> "Iterator[Served]":
+        name = name or f"test-{uuid4().hex[:6]}"
+        limits = ("--threads", "1", "--memory", "300MiB", "--max-num-seqs", "8", "--block-size", "16")
+        command = [sys.executable, "-m", "shoal.cluster", "serve", str(checkpoint), "--port", "0"]
+        command += ["--address", address, "--name", name, "--engines", str(engines), *limits, *flags]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "COLUMNS": "200"}
+        environment.pop("RAY_ADDRESS", None)
+        with TemporaryFile() as log:
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            served = cls(process, name, log)
+            try:
+                yield served
+            finally:
+                for client in served.clients:
+                    client.close()
+                served.stop()
+
+    @property
+    def output(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode()
+
+    def wait_until_ready(self) -> None:
+        """The printed line, then every engine behind the front door."""
+
+        def printed() -> bool:
+            assert self.process.poll() is None, self.output
+            return "\nready: " in self.output
+
+        wait_for(printed, "the ready line", within_s=READY_DEADLINE_S)
+        (line,) = [line for line in self.output.splitlines() if line.startswith("ready: ")]
+        self.url = line.removeprefix("ready: ").removesuffix("/v1").strip()
+        wait_for(lambda: self.get("/ready") == 200, "/ready")
+
+    def get(self, path: str) -> int:
+        try:
+            return httpx.get(f"{self.url}{path}", timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    def client(self) -> OpenAI:
+        client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.clients.append(client)
+        return client
+
+    @property
+    def namespace(self) -> str:
+        return f"shoal-{self.name}"
+
+    def names(self) -> set[str]:
+        named = list_named_actors(all_namespaces=True)
+        return {actor["name"] for actor in named if actor["namespace"] == self.namespace}
+
+    def engine_names(self) -> list[str]:
+        return sorted(name for name in self.names() if name.startswith("engine-"))
+
+    def actor(self, name: str) -> Any:
+        return ray.get_actor(name, namespace=self.namespace)
+
+    def num_requests(self) -> int:
+        """Running and waiting on all engines."""
+        healths = [self.actor(name).health.remote() for name in self.engine_names()]
+        return sum(health.num_requests for health in ray.get(healths, timeout=10))
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        return self.process.wait(timeout=60)

@@ -1,0 +1,121 @@
+"""Any actor may be killed at any time: requests that it held end with an error, and it is replaced."""
+
+import os
+import signal
+
+import httpx
+import pytest
+import ray
+from openai import APIError, InternalServerError
+
+from tests.cluster.served import Served, wait_for
+from tests.cluster.test_serving import PROMPT, complete, model
+
+
+def everybody_is_back(served: Served, *, but: str) -> bool:
+    names = served.names()
+    return but not in names and len(names) == 5 and served.get("/ready") == 200
+
+
+def pid(served: Served, name: str) -> int:
+    return int(ray.get(served.actor(name).__ray_call__.remote(lambda _: os.getpid()), timeout=10))
+
+
+def test_an_engine_killed_in_the_middle_of_a_stream(served: Served) -> None:
+    stream = served.client().completions.create(
+        model=model(served), prompt=PROMPT, max_tokens=3500, temperature=0, stream=True
+    )
+    next(iter(stream))
+    (victim,) = [name for name in served.engine_names() if holds_a_request(served, name)]
+    os.kill(pid(served, victim), signal.SIGKILL)
+    with pytest.raises(APIError, match=r"lost|again"):
+        for _ in stream:
+            pass
+    assert complete(served, PROMPT), "the other engine serves on"
+    wait_for(lambda: everybody_is_back(served, but=victim), "a new engine")
+    wait_for(lambda: len(loads(served)) == 2, "the router places on it")
+
+
+def test_an_engine_that_no_longer_answers_is_replaced(served: Served) -> None:
+    victim = served.engine_names()[0]
+    os.kill(pid(served, victim), signal.SIGSTOP)
+    wait_for(lambda: victim not in served.names(), "the hung engine is killed")
+    wait_for(lambda: everybody_is_back(served, but=victim), "a new engine")
+
+
+@pytest.mark.parametrize("name", ["router", "ingress"])
+def test_router_and_ingress_are_replaced(served: Served, name: str) -> None:
+    engines = served.engine_names()
+    first = served.actor(name)
+    ray.kill(first)
+    wait_for(lambda: name in served.names() and served.actor(name) != first, f"a new {name}")
+    wait_for(lambda: served.get("/ready") == 200, "ready again")
+    wait_for(lambda: len(loads(served)) == 2, "the router knows the engines")
+    assert complete(served, PROMPT)
+    assert served.engine_names() == engines, "the engines were left alone"
+
+
+def test_a_supervisor_that_dies_comes_back_and_adopts_what_runs(served: Served) -> None:
+    before = {name: pid(served, name) for name in served.names()}
+    os.kill(before["supervisor"], signal.SIGKILL)
+    assert complete(served, PROMPT), "nobody needs it to serve"
+    wait_for(lambda: status_ready(served), "the supervisor is back")
+    after = {name: pid(served, name) for name in served.names()}
+    assert after.pop("supervisor") != before.pop("supervisor")
+    assert after == before
+    assert served.process.poll() is None
+
+
+def test_an_ingress_killed_under_a_stream_leaves_nothing_on_the_engines(served: Served) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4000, "temperature": 0, "stream": True}
+    with (
+        pytest.raises(httpx.TransportError),
+        httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        ray.kill(served.actor("ingress"))
+        for _ in lines:
+            pass
+    wait_for(lambda: served.get("/ready") == 200, "a new ingress")
+    wait_for(lambda: served.num_requests() == 0, "its predecessor's request is dropped")
+
+
+def test_63_an_engine_that_fails_inside_answers_500_and_serves_on(served: Served) -> None:
+    """The runner of every engine is made to fail once."""
+    for name in served.engine_names():
+        ray.get(served.actor(name).__ray_call__.remote(_fail_once), timeout=10)
+    client = served.client()
+    for _ in range(2):
+        with pytest.raises(InternalServerError) as failure:
+            client.completions.create(model=model(served), prompt=PROMPT)
+        assert failure.value.status_code == 500
+        assert "out of luck" not in failure.value.message
+    assert complete(served, PROMPT)
+
+
+def _fail_once(actor: object) -> None:
+    engine = actor._loop._engine  # type: ignore[attr-defined]
+    run = engine._runner.run
+
+    def fail(plan: object) -> None:
+        engine._runner.run = run
+        raise RuntimeError("out of luck")
+
+    engine._runner.run = fail
+
+
+def holds_a_request(served: Served, name: str) -> bool:
+    return bool(ray.get(served.actor(name).health.remote(), timeout=10).num_requests)
+
+
+def loads(served: Served) -> dict[str, int]:
+    answer: dict[str, int] = ray.get(served.actor("router").loads.remote(), timeout=10)
+    return answer
+
+
+def status_ready(served: Served) -> bool:
+    try:
+        return bool(ray.get(served.actor("supervisor").status.remote(), timeout=10).ready)
+    except (ValueError, ray.exceptions.RayError):
+        return False

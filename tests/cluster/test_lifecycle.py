@@ -1,0 +1,51 @@
+"""How a cluster ends, and how it refuses to begin: nothing is left running, and one line says why."""
+
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster.served import Served, wait_for
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+def test_a_signal_ends_everything(ray_address: str, checkpoint: Path, number: signal.Signals) -> None:
+    with Served.start(checkpoint, ray_address, "--api-key", "secret") as cluster:
+        cluster.wait_until_ready()
+        url = f"{cluster.url}/v1/models"
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url, headers={"authorization": "Bearer secret"}).status_code == 200
+        assert "secret" not in cluster.output
+        assert cluster.stop(number) == 0, cluster.output
+        assert cluster.names() == set()
+        assert "Traceback" not in cluster.output
+
+
+def test_a_driver_that_is_killed_takes_its_cluster_along(ray_address: str, checkpoint: Path) -> None:
+    with Served.start(checkpoint, ray_address) as cluster:
+        cluster.wait_until_ready()
+        cluster.process.kill()
+        wait_for(lambda: cluster.names() == set(), "the lease ran out and everything ended")
+
+
+def test_82_too_little_memory(ray_address: str, checkpoint: Path) -> None:
+    with Served.start(checkpoint, ray_address, "--memory", "1MiB") as cluster:
+        assert cluster.process.wait(timeout=90) == 1
+        assert error_line(cluster).startswith("error: not enough memory: one sequence of max_model_len 4096")
+        assert cluster.names() == set()
+
+
+def test_a_port_that_is_taken(ray_address: str, checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Served.start(checkpoint, ray_address, "--port", str(port)) as cluster:
+            assert cluster.process.wait(timeout=90) == 1
+            assert error_line(cluster).startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
+            assert cluster.names() == set()
+
+
+def error_line(cluster: Served) -> str:
+    (line,) = [line for line in cluster.output.splitlines() if line.startswith("error: ")]
+    return line

@@ -1,0 +1,74 @@
+"""The command line: what a person can mend is one line, said before anything is started."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cluster.cli import app
+from shoal.cluster.sizes import parse_size
+from tests.checkpoints import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_llama(tmp_path_factory.mktemp("checkpoint")))
+
+
+def serve(*arguments: str) -> str:
+    """The error that `shoal serve` ends with."""
+    result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code in (1, 2), result.output
+    assert result.exit_code == 2 or result.output.count("\n") == 1, "one line"
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--max-model-len", "9999"], "--max-model-len 9999 must be from 1 to the model's own 512"),
+        (["--max-model-len", "0"], "--max-model-len 0 must be from 1 to"),
+        (["--memory", "lots"], "'lots' is not a memory size; write it like 4GiB or 512MiB"),
+        (["--block-size", "17"], "block_size must be a multiple of 16, got 17"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["--max-num-batched-tokens", "8"], "a full decode step would not fit"),
+        (["--revision", "main"], "needs a hub id"),
+        (["--kv-cache-dtype", "fp8"], "float32"),
+        (["--port", "70000"], "--port"),
+        (["--engines", "0"], "--engines"),
+    ],
+)
+def test_a_wrong_choice_is_one_line(checkpoint: str, flags: list[str], message: str) -> None:
+    assert message in serve(checkpoint, *flags)
+
+
+def test_a_model_that_is_not_there() -> None:
+    assert "/nowhere/at/all is not a directory" in serve("/nowhere/at/all")
+
+
+def test_an_unsupported_architecture_is_refused_with_the_list_of_what_is_supported(tmp_path: Path) -> None:
+    checkpoint = tiny_llama(tmp_path)
+    config = checkpoint / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "OpusForCausalLM"))
+    assert "architecture OpusForCausalLM is not supported; supported: LlamaForCausalLM" in serve(
+        str(tmp_path)
+    )
+
+
+def test_a_ray_that_does_not_answer(checkpoint: str) -> None:
+    message = "no Ray at 127.0.0.1:1 (Connection refused): check --address or RAY_ADDRESS"
+    assert message in serve(checkpoint, "--address", "127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("2 kb", 2048), ("1048576", 1 << 20)],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert parse_size(text) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 elephants", "1e9"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a memory size"):
+        parse_size(text)
