@@ -4,7 +4,8 @@ Shapes are written as suffixes: T rows of a step's packed batch, S sequences, K 
 D head size, V vocabulary, P paged blocks, B rows a block. Activations are float32 on the CPU.
 
 On the exact path a row's result depends on that row alone: never on its neighbours, the number of rows, the
-thread count or the instruction set. `CpuBackend` keeps that promise to the bit, `TorchBackend` within rounding.
+thread count or the instruction set. `CpuBackend` keeps that promise to the bit, `TorchBackend` within
+rounding.
 """
 
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class LayerKV:
-    """One layer's view of the paged pool. Both are [P, B, H, D] with [B, H, D] contiguous, float32 or bfloat16."""
+    """One layer's view of the paged pool: [P, B, H, D], [B, H, D] contiguous, float32 or bfloat16."""
 
     k_PBHD: Tensor
     v_PBHD: Tensor
@@ -106,7 +107,7 @@ class Backend(Protocol):
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor: ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
-        """Rotary position embedding, in place (Su et al. 2021, RoFormer, eq. 34), on the first `rotated` of D.
+        """Rotary position embedding (Su et al. 2021, RoFormer, eq. 34) of the first `rotated` of D, in place.
 
         x_THD may be a slice of wider rows: only [H, D] must be contiguous.
         """
@@ -117,7 +118,7 @@ class Backend(Protocol):
         ...
 
     def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
-        """softmax(scale * q @ k.T) @ v over positions 0..position of the row's own sequence; grouped heads."""
+        """softmax(scale * q @ k.T) @ v over positions 0..position of the row's sequence; grouped heads."""
         ...
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:

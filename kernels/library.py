@@ -1,0 +1,132 @@
+"""Finds the compiled kernels, building them where they are missing, and gives them their signatures."""
+
+import ctypes
+import fcntl
+import os
+from collections.abc import Callable
+from ctypes import c_float, c_int, c_long, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from shoal.kernels import build
+
+CARRIED = Path(__file__).parent / "_kernels.so"
+
+
+class KernelsUnavailable(Exception):
+    """No compiled kernels here and none can be built; the message is one line."""
+
+
+# `Pool` and `Rows` of paged.h.
+class Pool(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v")),
+        *((name, c_long) for name in ("k_stride", "v_stride", "blocks")),
+        *((name, c_int) for name in ("block_rows", "heads", "head_size", "is_bf16")),
+    )
+
+
+class Rows(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("sequence", "position", "table")),
+        *((name, c_long) for name in ("count", "sequences", "width")),
+    )
+
+
+Function = Callable[..., int]
+
+# Pointers are plain addresses: converting anything richer costs more than a small kernel.
+_P, _L, _I, _F = c_void_p, c_long, c_int, c_float
+_PER_ISA: dict[str, tuple[type, ...]] = {
+    "linear": (_P, _P, _L, _P, _L, _L, _I, _I),
+    "rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
+    "rotate": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _I),
+    "store": (_P, _L, _P, _L, _P, _P, _I),
+    "attention": (_P, _L, _I, _P, _P, _F, _P, _L, _I),
+    "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _I),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The functions of one instruction set. Each runs without the GIL; 1 means rows out of range."""
+
+    isa: str
+    linear: Function
+    rms_norm: Function
+    rotate: Function
+    store: Function
+    attention: Function
+    sample: Function
+
+
+def kernels(isa: str | None = None) -> Kernels:
+    """The kernels of one instruction set; the best this machine has unless named."""
+    chosen = isa or instruction_sets()[0]
+    if chosen not in instruction_sets():
+        raise ValueError(f"instruction set {chosen!r} is not among {instruction_sets()}")
+    functions: dict[str, Function] = {}
+    for name, argtypes in _PER_ISA.items():
+        function = load()[f"shoal_{name}_{chosen}"]
+        function.argtypes, function.restype = argtypes, c_int
+        functions[name] = function
+    return Kernels(isa=chosen, **functions)
+
+
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """What this machine can run, best first."""
+    return tuple(_text(load(), "shoal_instruction_sets").split())
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library: carried beside the code if it is of these sources, else the user's cache, built once."""
+    expected = build.source_hash()
+    library = _open(CARRIED, expected) or _open(_cached_path(expected), expected) or _built(expected)
+    library.shoal_linear_new.argtypes, library.shoal_linear_new.restype = (_I, _L, _L, _I), _P
+    library.shoal_linear_fill.argtypes, library.shoal_linear_fill.restype = (_P, _I, _L, _L, _P, _L, _I), None
+    library.shoal_linear_num_bytes.argtypes, library.shoal_linear_num_bytes.restype = (_P,), _L
+    library.shoal_linear_free.argtypes, library.shoal_linear_free.restype = (_P,), None
+    return library
+
+
+def _cached_path(source_hash: str) -> Path:
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "shoal" / "kernels" / source_hash / "_kernels.so"
+
+
+def _built(source_hash: str) -> ctypes.CDLL:
+    """The library, built into the cache. Processes that start together build it once."""
+    path = _cached_path(source_hash)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if library := _open(path, source_hash):
+                return library
+            fresh = path.with_name(f"{os.getpid()}.so")
+            build.compile_library(fresh)
+            fresh.replace(path)  # whoever looks sees no library or a whole one
+    except (build.BuildFailed, OSError) as error:
+        raise KernelsUnavailable(f"the kernels cannot be built: {error}") from error
+    if library := _open(path, source_hash):
+        return library
+    raise KernelsUnavailable(f"the kernels just built at {path} cannot be loaded")
+
+
+def _open(path: Path, source_hash: str) -> ctypes.CDLL | None:
+    """The library at `path`, if it is one and was built from the sources of that hash."""
+    try:
+        library = ctypes.CDLL(str(path))
+        return library if _text(library, "shoal_source_hash") == source_hash else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _text(library: ctypes.CDLL, function: str) -> str:
+    call = library[function]
+    call.restype = ctypes.c_char_p
+    text: bytes = call()
+    return text.decode()

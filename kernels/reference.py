@@ -1,0 +1,168 @@
+"""Plain torch beside every operation: the readable truth, and what serves without compiled kernels."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLinear:
+    """A float32 copy: bfloat16 products are emulated on most CPUs and several times slower."""
+
+    weight_NK: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        return self.weight_NK.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight_NK.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchGateUp:
+    gate_NK: Tensor
+    up_NK: Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        return self.gate_NK.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.gate_NK.nbytes + self.up_NK.nbytes
+
+
+class TorchBackend:
+    """Runs on any torch device. A row's bits may depend on its neighbours: torch promises nothing else."""
+
+    numerics_id = "torch-reference"
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = torch.device(device)
+
+    @property
+    def name(self) -> str:
+        return f"torch-{self._device.type}"
+
+    def pack(self, weights_NK: Sequence[Tensor]) -> TorchLinear:
+        return TorchLinear(torch.cat([self._to_float(w) for w in weights_NK]))
+
+    def pack_gate_up(self, gate_NK: Tensor, up_NK: Tensor) -> TorchGateUp:
+        return TorchGateUp(self._to_float(gate_NK), self._to_float(up_NK))
+
+    def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
+        assert isinstance(w, TorchLinear)
+        return torch.mm(x_TK, w.weight_NK.T, out=out_TN)
+
+    def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> Tensor:
+        assert isinstance(w, TorchLinear)
+        return residual_TN.addmm_(x_TK, w.weight_NK.T)
+
+    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
+        assert isinstance(gate_up, TorchGateUp)
+        gate_TN, up_TN = x_TK @ gate_up.gate_NK.T, x_TK @ gate_up.up_NK.T
+        return torch.mul(torch.nn.functional.silu(gate_TN), up_TN, out=out_TN)
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
+        return torch.mul(x_TN * (x_TN.square().mean(-1, keepdim=True) + eps).rsqrt(), weight_N, out=out_TN)
+
+    def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
+        half = rotary.cos.shape[1]
+        position_T = rows.position_T.long()
+        cos_T1F, sin_T1F = rotary.cos[position_T].unsqueeze(1), rotary.sin[position_T].unsqueeze(1)
+        a, b = x_THD[..., :half].clone(), x_THD[..., half : 2 * half].clone()
+        x_THD[..., :half] = a * cos_T1F - b * sin_T1F
+        x_THD[..., half : 2 * half] = b * cos_T1F + a * sin_T1F
+
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
+        block_rows = kv.k_PBHD.shape[1]
+        position_T = rows.position_T.long()
+        block_T = rows.table_SN[rows.sequence_T.long(), position_T // block_rows].long()
+        kv.k_PBHD[block_T, position_T % block_rows] = k_THD.to(kv.k_PBHD.dtype)
+        kv.v_PBHD[block_T, position_T % block_rows] = v_THD.to(kv.v_PBHD.dtype)
+
+    def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
+        for sequence in sorted(set(rows.sequence_T.tolist())):
+            mine = (rows.sequence_T == sequence).nonzero().flatten()
+            position_Q = rows.position_T[mine]
+            length = int(position_Q.max()) + 1
+            group = q_THD.shape[1] // kv.k_PBHD.shape[2]
+            k_NHD, v_NHD = (
+                _gather(pool, rows.table_SN[sequence], length).repeat_interleave(group, dim=1)
+                for pool in (kv.k_PBHD, kv.v_PBHD)
+            )
+            hidden_QN = torch.arange(length, device=self._device) > position_Q[:, None]
+            score_HQN = torch.einsum("qhd,nhd->hqn", q_THD[mine], k_NHD) * scale
+            weight_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1)
+            out_THD[mine] = torch.einsum("hqn,nhd->qhd", weight_HQN, v_NHD)
+        return out_THD
+
+    def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
+        """See sample.cpp for the words. Sums are exact there and here, so the tokens are the same."""
+        logits_TV = logits_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        best_T1 = logits_TV.max(-1, keepdim=True).values
+        greedy_T = (logits_TV == best_T1).int().argmax(-1)
+        temperature_T1 = how.temperature_T[:, None]
+        weight_TV = _exp2((logits_TV - best_T1) * (1.4426950408889634 / temperature_T1)).double()
+        weight_TV = (weight_TV * 2**34).round() / 2**34
+        weight_TV = weight_TV.nan_to_num(nan=0.0)
+
+        weight_TV, id_TV = weight_TV.sort(dim=-1, descending=True, stable=True)
+        rank_V = torch.arange(weight_TV.shape[1], device=self._device)
+        top_k_T1 = how.top_k_T[:, None]
+        weight_TV = weight_TV.masked_fill((top_k_T1 > 0) & (rank_V >= top_k_T1), 0)
+        before_TV = weight_TV.cumsum(-1) - weight_TV
+        top_p_T1 = how.top_p_T[:, None].double()
+        enough_TV = (rank_V > 0) & (before_TV >= top_p_T1 * weight_TV.sum(-1, keepdim=True))
+        weight_TV = weight_TV.masked_fill((top_p_T1 < 1) & enough_TV, 0)
+
+        weight_TV = torch.zeros_like(weight_TV).scatter_(-1, id_TV, weight_TV)
+        sum_TV = weight_TV.cumsum(-1)
+        total_T = sum_TV[:, -1]
+        draws = zip(how.seed_T.tolist(), how.position_T.tolist(), strict=True)
+        u_T = torch.tensor([uniform(*d) for d in draws], dtype=torch.float64, device=self._device)
+        drawn_T = (sum_TV > (u_T * total_T)[:, None]).int().argmax(-1)
+        return torch.where((how.temperature_T > 0) & (total_T > 0), drawn_T, greedy_T)
+
+    def _to_float(self, weight: Tensor) -> Tensor:
+        return weight.to(self._device, torch.float32)
+
+
+def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:
+    """Four words of Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3")."""
+    x, (k0, k1), low = list(counter), key, 0xFFFFFFFF
+    for _ in range(10):
+        a, b = x[0] * 0xD2511F53, x[2] * 0xCD9E8D57
+        x = [b >> 32 ^ x[1] ^ k0, b & low, a >> 32 ^ x[3] ^ k1, a & low]
+        k0, k1 = k0 + 0x9E3779B9 & low, k1 + 0xBB67AE85 & low
+    return x
+
+
+def uniform(seed: int, position: int) -> float:
+    """53 bits in [0, 1) that depend on (seed, position) alone."""
+    low = 0xFFFFFFFF
+    x = philox((position & low, position >> 32 & low, 0, 0), (seed & low, seed >> 32 & low))
+    return ((x[1] << 32 | x[0]) >> 11) * 2.0**-53
+
+
+def _gather(pool_PBHD: Tensor, table_N: Tensor, length: int) -> Tensor:
+    """The first `length` rows of a sequence, as float32 [length, H, D]."""
+    blocks = -(-length // pool_PBHD.shape[1])
+    return pool_PBHD[table_N[:blocks].long()].flatten(0, 1)[:length].float()
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2^x for x <= 0 by the steps of lanes.h; an fma rounded from double is as good as always the same."""
+    y = x.clamp(min=-125)
+    n = y.round()
+    f = y - n
+    p = torch.full_like(f, 0.00015353362)
+    for c in (0.00133988739, 0.00961843692, 0.0555033237, 0.240226477, 0.693147182, 1.0):
+        p = (p.double() * f.double() + torch.tensor(c, dtype=torch.float32).double().item()).float()
+    return torch.ldexp(p, n.int()).masked_fill(x < -125, 0)

@@ -1,0 +1,83 @@
+// The small operations of a decoder layer. A row's bits depend on that row only.
+#include <cstring>
+
+#include "lanes.h"
+#include "paged.h"
+#include "pool.h"
+
+namespace shoal::SHOAL_ISA {
+namespace {
+
+// To the nearest bfloat16, ties to even; NaN stays NaN.
+uint16_t narrow(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    if (x != x) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void rotate(float* x, const float* cosines, const float* sines, long half) {
+    for (long i = 0; i < half; i += LANES) {
+        const long n = half - i;
+        const V a = load_part(x + i, n), b = load_part(x + half + i, n);
+        const V c = load_part(cosines + i, n), s = load_part(sines + i, n);
+        store_part(x + i, fma(a, c, splat(0) - b * s), n);
+        store_part(x + half + i, fma(b, c, a * s), n);
+    }
+}
+
+}  // namespace
+}  // namespace shoal::SHOAL_ISA
+
+using namespace shoal;
+using namespace shoal::SHOAL_ISA;
+
+// out = x / sqrt(mean(x^2) + eps) * weight. Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
+SHOAL_EXPORT(shoal_rms_norm)(const float* x, long x_stride, const float* weight, float eps, float* out, long out_stride,
+                             long rows, long size, int threads) {
+    parallel_rows(threads, rows, size, [=](long t) {
+        const float* from = x + t * x_stride;
+        float* to = out + t * out_stride;
+        V squares = splat(0);
+        for (long i = 0; i < size; i += LANES) {
+            const V v = load_part(from + i, size - i);
+            squares = fma(v, v, squares);
+        }
+        const V scale = splat(1.f / std::sqrt(sum(squares) / float(size) + eps));
+        for (long i = 0; i < size; i += LANES)
+            store_part(to + i, load_part(from + i, size - i) * scale * load_part(weight + i, size - i), size - i);
+    });
+    return 0;
+}
+
+// Rotates pairs (i, i + half) of each head by its row's angle, in place. cosines, sines: [positions, half].
+SHOAL_EXPORT(shoal_rotate)(float* x, long x_stride, long heads, long head_size, const float* cosines,
+                           const float* sines, long positions, long half, const Rows* rows, int threads) {
+    for (long t = 0; t < rows->count; t++)
+        if (rows->position[t] < 0 || rows->position[t] >= positions) return 1;
+    parallel_rows(threads, rows->count, heads * head_size, [=](long t) {
+        const long angle = rows->position[t] * half;
+        for (long h = 0; h < heads; h++)
+            rotate(x + t * x_stride + h * head_size, cosines + angle, sines + angle, half);
+    });
+    return 0;
+}
+
+// Writes each row's keys and values to its place in the pool, in the pool's type.
+SHOAL_EXPORT(shoal_store)(const float* k, long k_stride, const float* v, long v_stride, const Pool* pool,
+                          const Rows* rows, int threads) {
+    if (!rows->fit(*pool)) return 1;
+    const long size = long(pool->heads) * pool->head_size;
+    auto write = [=](void* to, long at, const float* from) {
+        if (pool->is_bf16)
+            for (long i = 0; i < size; i++) static_cast<uint16_t*>(to)[at + i] = narrow(from[i]);
+        else
+            std::memcpy(static_cast<float*>(to) + at, from, size * sizeof(float));
+    };
+    parallel_rows(threads, rows->count, 2 * size, [=](long t) {
+        const long position = rows->position[t], block = rows->block(rows->sequence[t], position / pool->block_rows);
+        const long offset = position % pool->block_rows * size;
+        write(pool->k, block * pool->k_stride + offset, k + t * k_stride);
+        write(pool->v, block * pool->v_stride + offset, v + t * v_stride);
+    });
+    return 0;
+}
