@@ -27,8 +27,10 @@ class FinishReason(StrEnum):
 class ErrorKind(StrEnum):
     """Why a request has no (further) output, in terms of what its client may do about it."""
 
+    INVALID = "invalid_request"
+    """No engine of this model can compute the request: 400."""
     NEVER_FITS = "never_fits"
-    """The client's request exceeds what this engine can ever hold: 400."""
+    """The request exceeds what this engine can ever hold: 400."""
     INTERNAL = "internal"
     """The engine failed while it computed: 500."""
     ENGINE_LOST = "engine_lost"
@@ -50,7 +52,7 @@ class SamplingParams:
     temperature: float = 1.0
     """>= 0; 0 is greedy"""
     top_k: int = 0
-    """0 keeps every token"""
+    """0 keeps every token; at most 2**31 - 1"""
     top_p: float = 1.0
     """in (0, 1]"""
     seed: int = 0
@@ -132,10 +134,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
-    """Answers a ping. An engine whose step thread hangs still answers; the age of its beat tells."""
+    """Answers a ping. An engine whose step hangs still answers, and says so."""
 
     num_requests: int
-    seconds_since_beat: float
+    stalled: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

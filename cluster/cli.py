@@ -68,7 +68,7 @@ def serve(
                 served_model_name=served_model_name,
                 engines=engines,
                 threads=threads,
-                memory_bytes=parse_size(memory) if memory else None,
+                memory_bytes=None if memory is None else parse_size(memory),
                 max_model_len=max_model_len,
                 block_size=block_size,
                 kv_cache_dtype=kv_cache_dtype,

@@ -1,7 +1,7 @@
 """Makes the cluster's actors in Ray: detached, named in the cluster's namespace, found again by name."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,9 +15,6 @@ from shoal.actors.messages import EngineHealth, EngineId, IngressId
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import EngineProcess, RouterProcess
-
-MAX_BEAT_AGE_S = 60.0
-"""A step takes at most some seconds; an engine loop silent for longer hangs."""
 
 STOP_GRACE_S = 3.0
 """How long open streams may go on when the cluster is stopped."""
@@ -45,7 +42,7 @@ class RayProcess:
 class RayEngine(RayProcess):
     def ping(self) -> Future[bool]:
         def healthy(health: EngineHealth) -> bool:
-            return health.seconds_since_beat < MAX_BEAT_AGE_S
+            return not health.stalled
 
         return _then(self.actor.health.remote().future(), healthy)
 
@@ -86,14 +83,17 @@ class RayLauncher:
             INGRESS, self._launch(INGRESS, IngressActor, options, self._spec.model, self._spec.http)
         )
 
-    def adopt_engines(self) -> Sequence[RayEngine]:
-        return [RayEngine(name, self._find(name)) for name in sorted(self._names()) if _is_engine(name)]
+    def adopt_engines(self) -> list[RayEngine]:
+        names = sorted(name for name in self._names() if name.startswith(ENGINE_PREFIX))
+        return [RayEngine(name, actor) for name in names if (actor := self._find(name)) is not None]
 
     def adopt_router(self) -> RayRouter | None:
-        return RayRouter(ROUTER, self._find(ROUTER)) if ROUTER in self._names() else None
+        actor = self._find(ROUTER)
+        return None if actor is None else RayRouter(ROUTER, actor)
 
     def adopt_ingress(self) -> RayIngress | None:
-        return RayIngress(INGRESS, self._find(INGRESS)) if INGRESS in self._names() else None
+        actor = self._find(INGRESS)
+        return None if actor is None else RayIngress(INGRESS, actor)
 
     def _launch(self, name: str, actor_class: type, options: Mapping[str, float], *args: Any) -> Any:
         # The supervisor decides about restarts, so Ray makes none.
@@ -109,12 +109,11 @@ class RayLauncher:
         named = list_named_actors(all_namespaces=True)
         return {actor["name"] for actor in named if actor["namespace"] == self._spec.namespace}
 
-    def _find(self, name: str) -> Any:
-        return ray.get_actor(name, namespace=self._spec.namespace)
-
-
-def _is_engine(name: str) -> bool:
-    return name.startswith(ENGINE_PREFIX)
+    def _find(self, name: str) -> Any | None:
+        try:
+            return ray.get_actor(name, namespace=self._spec.namespace)
+        except ValueError:  # never there, or gone since it was listed
+            return None
 
 
 def _actor(process: Any) -> Any:

@@ -31,7 +31,7 @@ TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
 SILENCE_DEADLINE_S = 60.0
 DEFAULT_MEMORY_SHARE = 0.6
-"""Of the memory that Ray offers, for all engines together; the rest is for ingress, Ray, page cache."""
+"""Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
 
 
 class ServeError(Exception):
@@ -75,7 +75,12 @@ def serve(options: ServeOptions, console: Console) -> None:
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
         )
         with _cluster(spec) as supervisor:
-            _watch(supervisor, stop, lambda status: _announce(status, spec, dashboard_url, console))
+            _watch(
+                supervisor,
+                stop,
+                console.print,
+                lambda status: _announce(status, spec, dashboard_url, console),
+            )
             console.print("stopping")
 
 
@@ -99,15 +104,19 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     if address == "local":
         wanted_cpus = options.engines * (options.threads or 1)
         private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
-    _check_that_ray_listens(address)
-    context = ray.init(address=address, logging_level=logging.WARNING, **private)
+    _check_that_somebody_listens(address)
+    try:
+        context = ray.init(address=address, logging_level=logging.WARNING, **private)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
     try:
         yield context.dashboard_url
     finally:
         ray.shutdown()
 
 
-def _check_that_ray_listens(address: str) -> None:
+def _check_that_somebody_listens(address: str) -> None:
     """Ray itself would try for some minutes before it gives up on an address where nobody is."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():  # "local", "auto", or not ours to judge
@@ -142,19 +151,19 @@ class _Share:
 
 
 def _share_of_an_engine(options: ServeOptions) -> _Share:
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    num_cpus, ray_memory = int(resources.get("CPU", 0)), int(resources.get("memory", 0))
+    free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+    num_cpus, ray_memory = int(free.get("CPU", 0)), int(free.get("memory", 0))
     threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
     memory_bytes = options.memory_bytes or int(DEFAULT_MEMORY_SHARE * ray_memory / options.engines)
     if threads * options.engines > num_cpus:
         raise ServeError(
             f"{options.engines} engines of {threads} threads need {threads * options.engines} CPUs; "
-            f"Ray has {num_cpus}: lower --engines or --threads"
+            f"Ray has {num_cpus} free: lower --engines or --threads"
         )
     if memory_bytes * options.engines > ray_memory:
         raise ServeError(
             f"{options.engines} engines of {format_size(memory_bytes)} need "
-            f"{format_size(memory_bytes * options.engines)}; Ray has {format_size(ray_memory)}: "
+            f"{format_size(memory_bytes * options.engines)}; Ray has {format_size(ray_memory)} free: "
             "lower --engines or --memory"
         )
     return _Share(threads=threads, memory_bytes=memory_bytes)
@@ -184,7 +193,11 @@ def _free_port(host: str) -> int:
     """Chosen once, so that an ingress that is replaced comes back where its clients expect it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ServeError(f"cannot listen on {host}: {reason}; choose --host") from error
         return int(probe.getsockname()[1])
 
 
@@ -193,6 +206,7 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
     """A supervisor, and through it the cluster; on the way out no actor of it is left."""
     if any(actor["name"] == SUPERVISOR for actor in _named_actors(spec.namespace)):
         raise ServeError(f"a cluster named {spec.name!r} runs in this Ray already: stop it or choose --name")
+    _end_all(spec.namespace)  # left behind without a supervisor, and serving who knows what
     supervisor = (
         ray.remote(SupervisorActor)
         .options(
@@ -211,17 +225,23 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
         _teardown(supervisor, spec)
 
 
-def _watch(supervisor: Any, stop: threading.Event, on_ready: Callable[[ClusterStatus], None]) -> None:
-    """Renew the lease until told to stop; say when the cluster becomes ready.
+def _watch(
+    supervisor: Any,
+    stop: threading.Event,
+    say: Callable[[str], None],
+    on_ready: Callable[[ClusterStatus], None],
+) -> None:
+    """Renew the lease until told to stop; say what goes wrong, and when the cluster becomes ready.
 
     A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while.
     """
     announced = False
+    said: tuple[str, ...] = ()
     heard = time.monotonic()
     while not stop.wait(POLL_S):
         try:
-            status = _call(supervisor.status)
             _call(supervisor.renew_lease)
+            status: ClusterStatus = _call(supervisor.status)
         except (RayError, GetTimeoutError) as error:
             if time.monotonic() - heard > SILENCE_DEADLINE_S:
                 reason = str(error).strip().splitlines()[-1]
@@ -232,6 +252,10 @@ def _watch(supervisor: Any, stop: threading.Event, on_ready: Callable[[ClusterSt
         heard = time.monotonic()
         if status.failed:
             raise ServeError(status.failed)
+        for trouble in status.troubles:
+            if trouble not in said:
+                say(f"{trouble}; trying again")
+        said = status.troubles
         if status.ready and not announced:
             announced = True
             on_ready(status)
@@ -257,8 +281,13 @@ def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
     with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
         _call(supervisor.teardown, TEARDOWN_DEADLINE_S)
     ray.kill(supervisor)
+    _end_all(spec.namespace)
+
+
+def _end_all(namespace: str) -> None:
+    """Kill every named actor of the namespace and wait until none is left."""
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
-    while left := _named_actors(spec.namespace):
+    while left := _named_actors(namespace):
         if time.monotonic() > deadline:
             names = ", ".join(sorted(actor["name"] for actor in left))
             raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")

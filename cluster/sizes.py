@@ -9,6 +9,6 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 def parse_size(text: str) -> int:
     """Bytes of "512MiB", "4GiB", "1.5G" or "1048576"; units are powers of 1024. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
-    if match is None:
+    if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

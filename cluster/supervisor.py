@@ -8,8 +8,10 @@ from typing import Any, Protocol
 from shoal.actors.messages import EngineInfo, IngressId, IngressInfo
 from shoal.cluster.watch import Process, Watched
 
-LEASE_S = 15.0
-"""The driver renews its lease far more often. A cluster whose driver is gone tears itself down."""
+LEASE_TICKS = 30
+"""The driver renews its lease far more often; a cluster whose driver is gone tears itself down. Counted in
+ticks and not by the clock, so that a stalled supervisor does not take its own absence for the driver's.
+"""
 
 
 class EngineProcess(Process, Protocol):
@@ -51,6 +53,8 @@ class ClusterStatus:
     """One an engine wanted; None while it is not ready."""
     failed: str | None
     """Why the cluster can never become ready, if so."""
+    troubles: tuple[str, ...]
+    """What failed and is being tried again."""
 
     @property
     def ready(self) -> bool:
@@ -58,11 +62,10 @@ class ClusterStatus:
 
 
 class Supervisor:
-    """Call `tick` about once a second. Everything it tells the actors is told again each time, so that one
+    """Call `tick` every half second. Everything it tells the actors is told again each time, so that one
     that was replaced, or missed a call, knows it a tick later."""
 
     def __init__(self, launcher: Launcher, *, num_engines: int, clock: Callable[[], float]) -> None:
-        self._clock = clock
         adopted = launcher.adopt_engines()
         self._engines = [
             Watched(
@@ -74,38 +77,41 @@ class Supervisor:
         ]
         self._router = Watched(launcher.router, clock, launcher.adopt_router())
         self._ingress = Watched(launcher.ingress, clock, launcher.adopt_ingress())
-        self._lease_until = clock() + LEASE_S
+        self._ticks_of_lease = LEASE_TICKS
         for surplus in adopted[num_engines:]:
             surplus.kill()
 
     @property
-    def _members(self) -> list[Watched[Any]]:
-        return [self._router, self._ingress, *self._engines]
+    def _members(self) -> dict[str, Watched[Any]]:
+        engines = {f"engine {index}": engine for index, engine in enumerate(self._engines)}
+        return {"router": self._router, "ingress": self._ingress, **engines}
 
     def tick(self) -> None:
-        for watched in self._members:
+        self._ticks_of_lease -= 1
+        for watched in self._members.values():
             watched.tick()
         self._introduce()
 
     def renew_lease(self) -> None:
-        self._lease_until = self._clock() + LEASE_S
+        self._ticks_of_lease = LEASE_TICKS
 
     @property
     def lease_expired(self) -> bool:
-        return self._clock() > self._lease_until
+        return self._ticks_of_lease <= 0
 
     def status(self) -> ClusterStatus:
         return ClusterStatus(
             ingress=self._ingress.info,
             engines=tuple(engine.info for engine in self._engines),
-            failed=next((member.fatal for member in self._members if member.fatal), None),
+            failed=next((member.fatal for member in self._members.values() if member.fatal), None),
+            troubles=tuple(f"{name}: {w.trouble}" for name, w in self._members.items() if w.trouble),
         )
 
     def teardown(self) -> None:
         """End every actor: the front door first, so that nothing new comes in behind it."""
         if self._ingress.ready is not None:
             self._ingress.ready.stop()
-        for watched in self._members:
+        for watched in self._members.values():
             watched.kill()
 
     def _introduce(self) -> None:

@@ -45,6 +45,7 @@ class SupervisorActor:
             with self._lock:
                 if not self._stopped.is_set():
                     self._supervisor.tick()
-            if self._supervisor.lease_expired:
+                expired = self._supervisor.lease_expired
+            if expired:
                 self.teardown()
                 ray.kill(ray.get_runtime_context().current_actor)

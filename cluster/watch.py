@@ -53,7 +53,8 @@ class Watched(Generic[P]):
            ▲                   │ error or deadline         │ ping fails or is late
            └───────────────────┴───────────────────────────┘  kill, wait, launch anew
 
-    A ValueError from start() is a wrong configuration: `fatal` names it, and nothing is tried again.
+    A ValueError from the first start() is a wrong configuration: `fatal` names it, and nothing is tried
+    again. Once the role has been ready, every failure is tried again, ever more slowly.
     """
 
     def __init__(self, launch: Callable[[], P], clock: Callable[[], float], adopted: P | None = None) -> None:
@@ -67,7 +68,9 @@ class Watched(Generic[P]):
         self._retry_s = FIRST_RETRY_S
         self.info: Any = None
         self.fatal: str | None = None
-        self.num_replaced = 0
+        self.trouble: str | None = None
+        """Why it is not ready, if something failed."""
+        self._was_ready = False
         if adopted is not None:
             self._begin(adopted)
 
@@ -101,8 +104,8 @@ class Watched(Generic[P]):
     def _try_launch(self) -> None:
         try:
             self._begin(self._launch())
-        except Exception:  # e.g. the name of a dying predecessor is not free yet
-            self._postpone()
+        except Exception as error:  # e.g. the name of a dying predecessor is not free yet
+            self._retry_later(error)
 
     def _begin(self, process: P) -> None:
         self._process = process
@@ -113,17 +116,18 @@ class Watched(Generic[P]):
         assert call is not None
         if not call.future.done():
             if self._clock() - call.since > START_DEADLINE_S:
-                self._replace()
+                self._retry_later(TimeoutError(f"not started within {START_DEADLINE_S:.0f} s"))
             return
         error = call.future.exception()
-        if isinstance(error, ValueError):
+        if isinstance(error, ValueError) and not self._was_ready:
             self.fatal = str(error)
             self.kill()
         elif error is not None:
-            self._replace()
+            self._retry_later(error)
         else:
             self.info = call.future.result()
-            self._starting = None
+            self.trouble = self._starting = None
+            self._was_ready = True
             self._last_answer = self._clock()
 
     def _check_ping(self) -> None:
@@ -133,21 +137,24 @@ class Watched(Generic[P]):
             if now - self._last_answer >= PING_INTERVAL_S:
                 self._ping = _Call(self._process.ping(), now)
         elif self._ping.future.done():
-            healthy = self._ping.future.exception() is None and self._ping.future.result()
-            self._ping = None
-            self._last_answer = now
-            if healthy:
+            error = self._ping.future.exception()
+            if error is None and self._ping.future.result():
+                self._ping = None
+                self._last_answer = now
                 self._retry_s = FIRST_RETRY_S
             else:
-                self._replace()
+                self._retry_later(error or RuntimeError("it reports that it hangs"))
         elif now - self._ping.since > PING_DEADLINE_S:
-            self._replace()
+            self._retry_later(TimeoutError(f"no answer within {PING_DEADLINE_S:.0f} s"))
 
-    def _replace(self) -> None:
+    def _retry_later(self, error: BaseException) -> None:
         self.kill()
-        self.num_replaced += 1
-        self._postpone()
-
-    def _postpone(self) -> None:
+        self.trouble = f"{type(error).__name__}: {_last_line(error)}"
         self._retry_at = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
+
+
+def _last_line(error: BaseException) -> str:
+    """Errors from another process carry its whole trace; the last line says what it was."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else ""

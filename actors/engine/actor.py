@@ -27,6 +27,9 @@ from shoal.actors.messages import (
 REPORT_INTERVAL_S = 0.05
 """Changes of load are told to the router at most this often."""
 
+STALL_STEPS, LEAST_STALL_S = 20, 60.0
+"""A loop that has not come round for this many of the largest step's time, or this long, hangs."""
+
 Arrival = tuple[RequestId, int]
 """(request, attempt)"""
 
@@ -38,9 +41,9 @@ class EngineActor:
         self._engine_id = engine_id
         self._config = config
         self._router: Any = None
-        self._info: EngineInfo | None = None
+        self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: EngineLoop | None = None
-        self._outboxes: defaultdict[IngressId, asyncio.Queue[TokenBatch]] = defaultdict(asyncio.Queue)
+        self._outboxes: dict[IngressId, asyncio.Queue[TokenBatch | None]] = {}
         self._arrived_on_loop: list[Arrival] = []  # the loop's thread writes it
         self._arrived: list[Arrival] = []
         self._num_requests = 0
@@ -50,22 +53,29 @@ class EngineActor:
         return f"Engine({self._engine_id})"
 
     async def start(self) -> EngineInfo:
-        """Load the model; returns when the engine can serve. Raises ValueError for what no retry can mend."""
-        if self._info is None:
-            from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
+        """Load the model; returns when the engine can serve. Raises ValueError for what no retry can mend.
 
-            built = await asyncio.to_thread(build_engine, self._config)
-            self._events = asyncio.get_running_loop()
-            self._loop = EngineLoop(built.engine, self._deliver)
-            self._loop.start()
-            self._reports = asyncio.create_task(self._report_load())
-            self._info = EngineInfo(
-                engine_id=self._engine_id,
-                node=ray.get_runtime_context().get_node_id(),
-                backend=built.backend.name,
-                memory=built.memory.describe(),
-            )
-        return self._info
+        Whoever asks again meanwhile, as a restarted supervisor does, waits for the same start.
+        """
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> EngineInfo:
+        from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
+
+        built = await asyncio.to_thread(build_engine, self._config)
+        self._stalled_after_s = max(LEAST_STALL_S, STALL_STEPS * built.largest_step_s)
+        self._events = asyncio.get_running_loop()
+        self._loop = EngineLoop(built.engine, self._deliver)
+        self._loop.start()
+        self._reports = asyncio.create_task(self._report_load())
+        return EngineInfo(
+            engine_id=self._engine_id,
+            node=ray.get_runtime_context().get_node_id(),
+            backend=built.backend.name,
+            memory=built.memory.describe(),
+        )
 
     async def introduce(self, router: Any, ingress_ids: frozenset[IngressId]) -> None:
         """Report to this router, which may know nothing yet; only these ingresses still listen."""
@@ -73,7 +83,7 @@ class EngineActor:
             self._router = router
             self._load_changed.set()
         for gone in self._outboxes.keys() - ingress_ids:
-            del self._outboxes[gone]
+            self._outboxes.pop(gone).put_nowait(None)
             self._started.do(partial(Engine.abort_all, reply_to=gone))
 
     async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
@@ -83,19 +93,22 @@ class EngineActor:
 
         self._started.do(arrive)
 
-    async def abort(self, request_id: RequestId, attempt: int) -> None:
+    async def abort(self, request_id: RequestId, attempt: int, submitted: None) -> None:
+        """`submitted` is the result of the submit: Ray runs calls of an async actor in any order, but none
+        before its arguments are there."""
         self._started.do(lambda engine: engine.abort(request_id, attempt))
 
     async def stream(self, ingress_id: IngressId) -> AsyncIterator[TokenBatch]:
-        """Every chunk for one ingress, from now until the engine ends."""
-        outbox = self._outboxes[ingress_id]
-        while True:
-            yield await outbox.get()
+        """Every chunk for one ingress, from now until the engine ends or the ingress streams anew."""
+        if (predecessor := self._outboxes.get(ingress_id)) is not None:
+            predecessor.put_nowait(None)
+        outbox = self._outboxes[ingress_id] = asyncio.Queue()
+        while (batch := await outbox.get()) is not None:
+            yield batch
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(
-            num_requests=self._num_requests, seconds_since_beat=self._started.seconds_since_beat
-        )
+        stalled = self._started.seconds_since_beat > self._stalled_after_s
+        return EngineHealth(num_requests=self._num_requests, stalled=stalled)
 
     @property
     def _started(self) -> EngineLoop:
@@ -113,7 +126,8 @@ class EngineActor:
         for reply in replies:
             by_ingress[reply.to].append(reply.chunk)
         for ingress_id, chunks in by_ingress.items():
-            self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
+            if ingress_id in self._outboxes:
+                self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
         if arrived or num_requests != self._num_requests:
             self._arrived += arrived
             self._num_requests = num_requests

@@ -1,6 +1,7 @@
 """From a configuration to an engine that can step: weights, a measured step, a memory plan, pools."""
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ class BuiltEngine:
     engine: Engine
     memory: MemoryPlan
     backend: Backend
+    largest_step_s: float
+    """What a step of max_num_batched_tokens took here, its first time."""
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
@@ -81,10 +84,13 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
     layout = loaded.block_layout(config.block_size, config.kv_cache_dtype)
     rehearsal = ModelRunner(decoder, PagedPool(layout, 1, DEVICE), backend, DEVICE)
+    started = time.monotonic()
+    step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
+    largest_step_s = time.monotonic() - started
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
-        step_peak_bytes=_peak_bytes(lambda: rehearsal.run(_largest_step(config))),
+        step_peak_bytes=step_peak_bytes,
         state_bytes_per_slot=0,
         block_bytes=layout.bytes_per_block,
         block_size=config.block_size,
@@ -94,8 +100,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     logger.info("%s", memory.describe())
     runner = ModelRunner(decoder, PagedPool(layout, memory.num_blocks, DEVICE), backend, DEVICE)
     pools = Pools(num_blocks=memory.num_blocks, block_size=config.block_size)
+    scheduler = Scheduler(config.scheduler(vocab_size=loaded.config.vocab_size), pools)
     return BuiltEngine(
-        engine=Engine(Scheduler(config.scheduler, pools), runner), memory=memory, backend=backend
+        engine=Engine(scheduler, runner), memory=memory, backend=backend, largest_step_s=largest_step_s
     )
 
 

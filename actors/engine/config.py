@@ -27,10 +27,11 @@ class EngineConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, got {self.block_size}")
-        self.scheduler  # noqa: B018  (validates its own two)
+        self.scheduler(vocab_size=1)  # validates its own two
 
-    @property
-    def scheduler(self) -> SchedulerConfig:
+    def scheduler(self, *, vocab_size: int) -> SchedulerConfig:
         return SchedulerConfig(
-            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            vocab_size=vocab_size,
         )

@@ -16,10 +16,15 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+MAX_FAILED_STEPS = 3
+"""In a row. An engine that fails every step empties fast, looks idle, and would attract all requests."""
+
+
 class Engine:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
         self._runner = runner
+        self._failed_steps = 0
 
     @property
     def num_requests(self) -> int:
@@ -37,7 +42,10 @@ class Engine:
         return []
 
     def step(self) -> list[Reply]:
-        """Compute one step; what it has to say. Empty when nothing can run."""
+        """Compute one step; what it has to say. Empty when nothing can run.
+
+        A step that fails ends its own requests only. When MAX_FAILED_STEPS in a row do, the error is raised.
+        """
         plan = self._scheduler.schedule()
         if plan is None:
             return []
@@ -45,7 +53,11 @@ class Engine:
             result = self._runner.run(plan)
         except Exception:
             logger.exception("step %d failed (%d tokens)", plan.step_id, plan.num_tokens)
+            self._failed_steps += 1
+            if self._failed_steps == MAX_FAILED_STEPS:
+                raise
             return self._scheduler.fail(plan, "the engine failed while computing this request")
+        self._failed_steps = 0
         return self._scheduler.commit(plan, result)
 
     def check(self) -> None:

@@ -24,31 +24,19 @@ IDLE_WAIT_S = 1.0
 class EngineLoop:
     """Steps an engine while it has work; sleeps on its inbox when it has none.
 
-    Only this thread touches the engine, so nothing in it needs a lock; `deliver` too is called on it.
-    When an invariant is broken the process ends: its memory cannot be trusted, and a supervisor replaces it.
+    Only this thread touches the engine, so nothing in it needs a lock; `deliver` too is called on it. When an
+    invariant is broken the process ends: its memory cannot be trusted, and a supervisor replaces it.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        deliver: Deliver,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, engine: Engine, deliver: Deliver) -> None:
         self._engine = engine
         self._deliver = deliver
-        self._clock = clock
-        self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._beat = clock()
+        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """End after the step that runs now."""
-        self._inbox.put(None)
-        self._thread.join(timeout_s)
 
     def do(self, command: Command) -> None:
         """Run a command between two steps. From any thread."""
@@ -57,39 +45,34 @@ class EngineLoop:
     @property
     def seconds_since_beat(self) -> float:
         """How long ago the thread last came round. Long means that a step hangs."""
-        return self._clock() - self._beat
+        return time.monotonic() - self._beat
+
+    def turn(self) -> None:
+        """Drain the inbox, take one step, say what came of it."""
+        self._beat = time.monotonic()
+        had_work = self._engine.num_requests > 0
+        commands = self._commands(wait_s=0.0 if had_work else IDLE_WAIT_S)
+        replies = [reply for command in commands for reply in command(self._engine)]
+        replies += self._engine.step()
+        if commands or replies:
+            self._deliver(replies, self._engine.num_requests)
+        if (commands or had_work) and self._engine.num_requests == 0:
+            self._engine.check()  # nobody waits for it now
 
     def _run(self) -> None:
         try:
-            while self._turn():
-                pass
+            while True:
+                self.turn()
         except BaseException:
             logger.critical("engine loop broken; ending the process", exc_info=True)
             logging.shutdown()
             os._exit(1)
 
-    def _turn(self) -> bool:
-        """Drain the inbox, take one step. False when told to stop."""
-        self._beat = self._clock()
-        was_busy = self._engine.num_requests > 0
-        commands = self._commands(block=not was_busy)
-        replies: list[Reply] = []
-        for command in commands:
-            if command is None:
-                return False
-            replies += command(self._engine)
-        replies += self._engine.step()
-        if commands or replies:
-            self._deliver(replies, self._engine.num_requests)
-        if was_busy and self._engine.num_requests == 0:
-            self._engine.check()  # nobody waits for it now
-        return True
-
-    def _commands(self, *, block: bool) -> list[Command | None]:
-        commands: list[Command | None] = []
+    def _commands(self, *, wait_s: float) -> list[Command]:
+        commands: list[Command] = []
         try:
-            if block:
-                commands.append(self._inbox.get(timeout=IDLE_WAIT_S))
+            if wait_s:
+                commands.append(self._inbox.get(timeout=wait_s))
             while True:
                 commands.append(self._inbox.get_nowait())
         except queue.Empty:

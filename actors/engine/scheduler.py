@@ -28,6 +28,8 @@ class SchedulerConfig:
     """Sequences that run at once."""
     max_num_batched_tokens: int
     """Tokens one step computes, decode and prefill together."""
+    vocab_size: int
+    """Token ids below it can be computed. One that cannot would fail the whole step, its neighbours too."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -81,19 +83,21 @@ class Scheduler:
         return []
 
     def _refusal(self, request: EngineRequest) -> RequestError | None:
-        # The last drawn token is never computed, so it needs no position.
-        positions = len(request.prompt_token_ids) + request.max_tokens - 1
-        if not request.prompt_token_ids or request.max_tokens < 1:
+        prompt, vocab_size = request.prompt_token_ids, self._config.vocab_size
+        if not prompt or request.max_tokens < 1:
             message = "a request needs at least one prompt token and max_tokens of at least 1"
-        elif self._pools.admission(positions) is Admission.NEVER:
-            needed = blocks_needed(history=positions, block_size=self._pools.block_size)
-            message = (
-                f"{len(request.prompt_token_ids)} prompt tokens and {request.max_tokens} output tokens need "
-                f"{needed} KV blocks of {self._pools.block_size} tokens; this engine has "
-                f"{self._pools.blocks.num_usable} in all"
-            )
-        else:
+            return RequestError(kind=ErrorKind.INVALID, message=message)
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            message = f"prompt token ids must be from 0 to {vocab_size - 1}"
+            return RequestError(kind=ErrorKind.INVALID, message=message)
+        positions = len(prompt) + request.max_tokens - 1  # the last drawn token is never computed
+        if self._pools.admission(positions) is not Admission.NEVER:
             return None
+        needed = blocks_needed(history=positions, block_size=self._pools.block_size)
+        message = (
+            f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens need {needed} KV blocks of "
+            f"{self._pools.block_size} tokens; this engine has {self._pools.blocks.num_usable} in all"
+        )
         return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
 
     def abort(self, request_id: RequestId, attempt: int) -> None:

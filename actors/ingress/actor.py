@@ -1,6 +1,7 @@
 """The ingress's process: an HTTP server beside a dispatcher, on one event loop."""
 
 import asyncio
+import errno
 import socket
 import uuid
 from collections.abc import Mapping
@@ -21,42 +22,44 @@ class IngressActor:
         self._model = model
         self._http = http
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
-        self._streams: EngineStreams | None = None
-        self._info: IngressInfo | None = None
+        self._streams = EngineStreams(self._ingress_id)
+        self._starting: asyncio.Task[IngressInfo] | None = None
+        self._serving: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Ingress({self._http.host}:{self._http.port})"
 
     async def start(self) -> IngressInfo:
-        """Listen; raises ValueError when the address cannot be had."""
-        if self._info is None:
-            # transformers takes seconds to import: not while Ray waits for the class
-            from shoal.actors.ingress.app import create_app  # noqa: PLC0415
-            from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
+        """Listen; raises ValueError when the address cannot be had. Asked again, it is the same start."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return await asyncio.shield(self._starting)
 
-            listener = _listen(self._http)
-            codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
-            self._streams = EngineStreams(self._ingress_id)
-            app = create_app(
-                model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key
-            )
-            self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
-            self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
-            host, port = self._http.host, listener.getsockname()[1]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            self._info = IngressInfo(ingress_id=self._ingress_id, url=url)
-        return self._info
+    async def _start(self) -> IngressInfo:
+        # transformers takes seconds to import: not while Ray waits for the class
+        from shoal.actors.ingress.app import create_app  # noqa: PLC0415
+        from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
+
+        listener = _listen(self._http)
+        codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
+        app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        host, port = self._http.host, listener.getsockname()[1]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return IngressInfo(ingress_id=self._ingress_id, url=url)
 
     async def introduce(self, router: Any, engines: Mapping[EngineId, Any]) -> None:
-        if self._streams is not None:
-            await self._streams.introduce(router, engines)
+        await self._streams.introduce(router, engines)
 
     async def ping(self) -> None:
-        """Answers while the process lives and its event loop turns."""
+        """Answers while the event loop turns; raises when the server has ended."""
+        if self._serving is not None and self._serving.done():
+            raise RuntimeError("the HTTP server has ended")
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; open requests may go on for grace_s."""
-        if self._info is not None:
+        if self._serving is not None:
             self._server.config.timeout_graceful_shutdown = int(grace_s)
             self._server.should_exit = True
             await asyncio.wait([self._serving], timeout=grace_s + 1)
@@ -71,8 +74,8 @@ def _listen(http: HttpConfig) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ValueError(
-            f"cannot listen on {http.host}:{http.port}: {error.strerror}; choose --port"
-        ) from error
+        flag = "--port" if error.errno == errno.EADDRINUSE else "--host"
+        reason = error.strerror or str(error)
+        raise ValueError(f"cannot listen on {http.host}:{http.port}: {reason}; choose {flag}") from error
     listener.setblocking(False)
     return listener

@@ -80,9 +80,9 @@ def context_length_exceeded(
 
 
 def engine_error(error: RequestError) -> ApiError:
-    """Of the engine's own words only NEVER_FITS are meant for the client; the rest go to the log."""
+    """Of the engine's own words those about the request are for the client; the rest go to the log."""
     match error.kind:
-        case ErrorKind.NEVER_FITS:
+        case ErrorKind.INVALID | ErrorKind.NEVER_FITS:
             return bad_request(error.message, code=error.kind)
         case ErrorKind.INTERNAL:
             return internal_error(detail=error.message)

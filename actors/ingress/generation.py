@@ -20,6 +20,9 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary has, so a larger one means the same."""
+
 
 def first_attempt(
     body: GenerationRequest,
@@ -38,7 +41,7 @@ def first_attempt(
         stop_token_ids=stop_token_ids,
         sampling=SamplingParams(
             temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=max(0, body.top_k or 0),
+            top_k=min(max(0, body.top_k or 0), MAX_TOP_K),
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=secrets.randbits(63) if body.seed is None else body.seed,
         ),

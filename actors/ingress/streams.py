@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 CALL_DEADLINE_S = 10.0
 """For a call that only enters a queue. A hung engine's tokens are the supervisor's business: it kills it."""
 
+INTRODUCTION_DEADLINE_S = 2.0
+"""How long we may hear later of an engine than the router does."""
+
 Key = tuple[RequestId, int]
 Inbox = asyncio.Queue[TokenChunk]
 
@@ -35,15 +38,33 @@ class _Link:
 
     def __init__(self, engine_id: EngineId, actor: Any, ingress_id: IngressId) -> None:
         self.engine_id = engine_id
-        self.actor = actor
         self.inboxes: dict[Key, Inbox] = {}
         self.lost = False
+        self._actor = actor
         self._ingress_id = ingress_id
-        self.pump = asyncio.create_task(self._pump())
+        self._submits: dict[Key, Any] = {}
+        self._pump_task = asyncio.create_task(self._pump())
+
+    async def submit(self, request: EngineRequest, inbox: Inbox) -> None:
+        """Raises RayError or TimeoutError; `abort` is due then too, for the request may have arrived."""
+        key = (request.request_id, request.attempt)
+        self.inboxes[key] = inbox
+        self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
+        await _within(submit)
+
+    def end(self, key: Key, *, abort: bool) -> None:
+        """Nobody waits for the request's tokens any more."""
+        self.inboxes.pop(key, None)
+        submit = self._submits.pop(key, None)
+        if abort and submit is not None:
+            self._actor.abort.remote(*key, submit)
+
+    def remove(self) -> None:
+        self._pump_task.cancel()
 
     async def _pump(self) -> None:
         try:
-            async for item in self.actor.stream.remote(self._ingress_id):
+            async for item in self._actor.stream.remote(self._ingress_id):
                 batch: TokenBatch = await item
                 for chunk in batch.chunks:
                     inbox = self.inboxes.get((chunk.request_id, chunk.attempt))
@@ -51,15 +72,11 @@ class _Link:
                         inbox.put_nowait(chunk)
         except RayError as error:
             logger.warning("%s is lost: %s", self.engine_id, type(error).__name__)
-        except asyncio.CancelledError:
-            logger.info("%s was removed", self.engine_id)
         finally:
             self.lost = True
-            self._fail_all()
-
-    def _fail_all(self) -> None:
-        for (request_id, attempt), inbox in self.inboxes.items():
-            inbox.put_nowait(_error(request_id, attempt, ErrorKind.ENGINE_LOST, f"{self.engine_id} is lost"))
+            for (request_id, attempt), inbox in self.inboxes.items():
+                message = f"the stream of {self.engine_id} has ended"
+                inbox.put_nowait(_error(request_id, attempt, ErrorKind.ENGINE_LOST, message))
 
 
 class EngineStreams:
@@ -74,11 +91,12 @@ class EngineStreams:
     async def introduce(self, router: Any, actors: Mapping[EngineId, Any]) -> None:
         """This router places, and exactly these engines exist.
 
-        Requests on an engine that no longer exists end with an error.
+        Requests on an engine that no longer exists end with an error; a stream that broke is opened anew.
         """
         self._router = router
-        for engine_id in self._links.keys() - actors.keys():
-            self._links.pop(engine_id).pump.cancel()
+        for engine_id, link in list(self._links.items()):
+            if link.lost or engine_id not in actors:
+                self._links.pop(engine_id).remove()
         async with self._linked:
             for engine_id in actors.keys() - self._links.keys():
                 self._links[engine_id] = _Link(engine_id, actors[engine_id], self._ingress_id)
@@ -91,52 +109,48 @@ class EngineStreams:
     async def open(self, request: EngineRequest) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
         key = (request.request_id, request.attempt)
         inbox: Inbox = asyncio.Queue()
-        link = await self._start(request, inbox)
         ended = asyncio.Event()
+        link = await self._place(key)
         try:
+            await self._submit(request, link, inbox)
             yield _until_finished(inbox, ended)
         finally:
-            if not ended.is_set():
-                self._give_up(link, key)
-            elif link is not None:
-                link.inboxes.pop(key, None)
-
-    async def _start(self, request: EngineRequest, inbox: Inbox) -> _Link | None:
-        """Place and submit; on failure the inbox holds the error and there is no link."""
-        key = (request.request_id, request.attempt)
-        kind, message = ErrorKind.NO_ENGINE, "no engine is ready"
-        link: _Link | None = None
-        try:
-            placement: Placement | None = None
-            if self._router is not None:
-                placement = await _within(self._router.place.remote(*key))
-            if placement is not None:
-                link = await self._link_to(placement.engine_id)
             if link is not None:
-                kind, message = ErrorKind.ENGINE_LOST, f"{link.engine_id} is lost"
-                link.inboxes[key] = inbox
-                await _within(link.actor.submit.remote(self._ingress_id, request))
-                return link
-        except (RayError, TimeoutError) as error:
-            logger.warning("request %s could not be placed: %s", request.request_id, type(error).__name__)
-            self._give_up(link, key)
-        except asyncio.CancelledError:
-            self._give_up(link, key)
-            raise
-        inbox.put_nowait(_error(*key, kind, message))
-        return None
+                link.end(key, abort=not ended.is_set())
 
-    def _give_up(self, link: _Link | None, key: Key) -> None:
+    async def _submit(self, request: EngineRequest, link: _Link | None, inbox: Inbox) -> None:
+        """On failure the inbox holds the error."""
+        kind, message = ErrorKind.NO_ENGINE, "no engine is ready"
         if link is not None:
-            link.inboxes.pop(key, None)
-            link.actor.abort.remote(*key)  # the submit may have gone out already
+            try:
+                return await link.submit(request, inbox)
+            except (RayError, TimeoutError) as error:
+                kind, message = ErrorKind.ENGINE_LOST, f"{link.engine_id}: {type(error).__name__}"
+        inbox.put_nowait(_error(request.request_id, request.attempt, kind, message))
+
+    async def _place(self, key: Key) -> _Link | None:
+        """Where the router says, unless we know better: an engine that we lost is not offered again."""
+        lost = {engine_id for engine_id, link in self._links.items() if link.lost}
+        try:
+            while self._router is not None:
+                placed: Placement | None = await _within(self._router.place.remote(*key, frozenset(lost)))
+                if placed is None:
+                    break
+                link = await self._link_to(placed.engine_id)
+                if link is not None:
+                    return link
+                lost.add(placed.engine_id)
+        except (RayError, TimeoutError) as error:
+            logger.warning("%s could not be placed: %s", key[0], type(error).__name__)
+        return None
 
     async def _link_to(self, engine_id: EngineId) -> _Link | None:
         """The router may hear of a new engine a moment before we do."""
-        async with self._linked:
-            await asyncio.wait_for(
-                self._linked.wait_for(lambda: engine_id in self._links), timeout=CALL_DEADLINE_S
-            )
+        try:
+            async with asyncio.timeout(INTRODUCTION_DEADLINE_S), self._linked:
+                await self._linked.wait_for(lambda: engine_id in self._links)
+        except TimeoutError:
+            return None
         link = self._links.get(engine_id)
         return None if link is None or link.lost else link
 

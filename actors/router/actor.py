@@ -22,9 +22,11 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers while the process lives."""
 
-    async def place(self, request_id: RequestId, attempt: int) -> Placement | None:
-        """None when no engine is ready."""
-        engine_id = self._placement.place(request_id, attempt)
+    async def place(
+        self, request_id: RequestId, attempt: int, exclude: frozenset[EngineId]
+    ) -> Placement | None:
+        """None when no engine is ready but those that the ingress cannot reach."""
+        engine_id = self._placement.place(request_id, attempt, exclude)
         return None if engine_id is None else Placement(engine_id=engine_id)
 
     async def report(self, load: EngineLoad) -> None:

@@ -1,6 +1,6 @@
 """Where a request goes. Plain state and arithmetic; the clock is injected."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 
 from shoal.actors.messages import EngineId, EngineLoad, RequestId
 
@@ -42,14 +42,15 @@ class LeastLoaded:
         """Exactly these may be placed on. What is known of those that stay is kept."""
         self._engines = {engine_id: self._engines.get(engine_id, _Engine()) for engine_id in engine_ids}
 
-    def place(self, request_id: RequestId, attempt: int) -> EngineId | None:
-        """None when there is no engine."""
-        if not self._engines:
-            return None
+    def place(
+        self, request_id: RequestId, attempt: int, exclude: Container[EngineId] = ()
+    ) -> EngineId | None:
+        """None when there is no engine but those that the caller excludes."""
         now = self._clock()
-        engine_id, engine = min(
-            self._engines.items(), key=lambda item: (item[1].load(now), item[1].last_placed)
-        )
+        candidates = [item for item in self._engines.items() if item[0] not in exclude]
+        if not candidates:
+            return None
+        engine_id, engine = min(candidates, key=lambda item: (item[1].load(now), item[1].last_placed))
         self._placements += 1
         engine.last_placed = self._placements
         engine.notes[request_id, attempt] = now

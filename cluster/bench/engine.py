@@ -26,7 +26,8 @@ Phase = Literal["decode", "prefill"]
 DECODE_STEPS = 8
 """Steps of one turn, timed together."""
 ROUNDS = 5
-WARM_UP_TOKENS = 2
+NEVER_REACHED = 1000
+"""Output tokens: a sequence that ends while it is measured would make its batch smaller than is said."""
 BENCH = IngressId("bench")
 
 
@@ -76,14 +77,14 @@ class Shoal:
     def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
         self._abort_all()
         for prompt in prompts:
-            self._submit(prompt, max_tokens=DECODE_STEPS * (ROUNDS + 1) + WARM_UP_TOKENS)
-        spoken = 0
-        while spoken < len(prompts):  # until every prompt has its first token
-            spoken += len(self._engine.step())
+            self._submit(prompt, max_tokens=NEVER_REACHED)
+        spoken: set[RequestId] = set()
+        while len(spoken) < len(prompts):  # until every prompt has its first token
+            spoken.update(reply.chunk.request_id for reply in self._engine.step())
 
         def steps() -> None:
             for _ in range(DECODE_STEPS):
-                self._engine.step()
+                assert len(self._engine.step()) == len(prompts), "every step decodes the whole batch"
 
         return steps
 

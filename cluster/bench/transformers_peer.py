@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils.logging import disable_progress_bar
 
-from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS, WARM_UP_TOKENS
+from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS
 
 
 class TransformersPeer:
@@ -22,7 +22,7 @@ class TransformersPeer:
 
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
-        num_tokens = len(prompts[0]) + DECODE_STEPS * (ROUNDS + 1) + WARM_UP_TOKENS
+        num_tokens = len(prompts[0]) + DECODE_STEPS * (ROUNDS + 1)
         cache = StaticCache(config=self._model.config, max_cache_len=num_tokens)
         last = self._next(torch.tensor(prompts), cache)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
-from shoal.cluster.supervisor import LEASE_S, EngineProcess, RouterProcess, Supervisor
+from shoal.cluster.supervisor import LEASE_TICKS, EngineProcess, RouterProcess, Supervisor
 from shoal.cluster.watch import PING_DEADLINE_S, START_DEADLINE_S
 
 
@@ -247,12 +247,52 @@ def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> 
 
 def test_the_lease_expires_unless_the_driver_renews_it() -> None:
     cluster = Cluster()
-    cluster.clock.now += LEASE_S
+    for _ in range(LEASE_TICKS - 1):
+        cluster.tick()
     cluster.supervisor.renew_lease()
-    cluster.clock.now += LEASE_S
+    for _ in range(LEASE_TICKS - 1):
+        cluster.tick()
     assert not cluster.supervisor.lease_expired
-    cluster.clock.now += 0.1
+    cluster.tick()
     assert cluster.supervisor.lease_expired
+
+
+def test_a_supervisor_that_was_stalled_does_not_blame_the_driver() -> None:
+    cluster = Cluster()
+    cluster.tick(after_s=3600.0)
+    assert not cluster.supervisor.lease_expired
+
+
+def test_once_ready_nothing_is_a_wrong_configuration_any_more() -> None:
+    """The port of an ingress that was killed may be taken for a moment: that must not end a cluster."""
+    cluster = Cluster(num_engines=1)
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[0].pings[0].set_exception(RuntimeError("actor died"))
+    cluster.tick()
+    cluster.all_answer()
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[1].started.set_exception(ValueError("cannot listen on 127.0.0.1:8000"))
+    cluster.tick()
+    status = cluster.supervisor.status()
+    assert status.failed is None
+    assert status.troubles == ("ingress: ValueError: cannot listen on 127.0.0.1:8000",)
+    cluster.all_answer()
+    cluster.tick(after_s=2.0)
+    cluster.launcher.ingresses[2].become_ready()
+    cluster.tick()
+    assert cluster.supervisor.status().troubles == ()
+
+
+def test_a_start_that_fails_is_tried_again_and_said() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.tick()
+    cluster.launcher.engines[0].started.set_exception(OSError("trace\n\nno such file: model.safetensors\n"))
+    cluster.tick()
+    assert cluster.supervisor.status().failed is None
+    assert cluster.supervisor.status().troubles == ("engine 0: OSError: no such file: model.safetensors",)
+    cluster.tick(after_s=1.0)
+    assert len(cluster.launcher.engines) == 2
 
 
 def test_teardown_stops_the_front_door_and_kills_everything() -> None:

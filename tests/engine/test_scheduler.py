@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.engine import MAX_FAILED_STEPS, Engine
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
 from shoal.actors.engine.step import StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, ErrorKind, FinishReason, IngressId, RequestError, RequestId
-from tests.fake_runner import FakeRunner, generate
+from tests.fake_runner import VOCABULARY, FakeRunner, generate
 
 INGRESS = IngressId("ingress-1")
 
@@ -43,7 +43,9 @@ class Bench:
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
-            max_num_seqs=self.max_num_seqs, max_num_batched_tokens=self.max_num_batched_tokens
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            vocab_size=VOCABULARY,
         )
         self.pools = Pools(num_blocks=self.num_blocks, block_size=self.block_size, num_slots=self.num_slots)
         self.scheduler = Scheduler(config, self.pools)
@@ -165,7 +167,18 @@ def test_a_request_that_would_outgrow_the_pool_is_refused_before_it_starts() -> 
 def test_an_empty_request_is_refused(prompt: list[int], max_tokens: int) -> None:
     bench = Bench()
     bench.submit(a_request("a", prompt, max_tokens))
-    assert bench.errors["a"].kind is ErrorKind.NEVER_FITS
+    assert bench.errors["a"].kind is ErrorKind.INVALID
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_that_the_model_does_not_have_harms_nobody_else(token: int) -> None:
+    bench = Bench()
+    bench.submit(a_request("poison", [1, token, 2]))
+    bench.submit(a_request("innocent", [1, 2]))
+    assert bench.errors["poison"].kind is ErrorKind.INVALID
+    assert "from 0 to 1008" in bench.errors["poison"].message
+    bench.finish()
+    assert bench.tokens["innocent"] == generate([1, 2], 3)
 
 
 def test_the_youngest_is_preempted_and_still_gets_the_same_tokens() -> None:
@@ -251,11 +264,22 @@ def test_63_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_leaks(
     assert bench.drained()
 
 
+def test_an_engine_that_fails_every_step_does_not_go_on_swallowing_requests() -> None:
+    bench = Bench()
+    broken = Engine(bench.scheduler, BrokenRunner())
+    for i in range(MAX_FAILED_STEPS - 1):
+        bench.submit(a_request(str(i), [1]))
+        assert len(broken.step()) == 1
+    bench.submit(a_request("last", [1]))
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        broken.step()
+
+
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="max_num_seqs must be at least 1"):
-        SchedulerConfig(max_num_seqs=0, max_num_batched_tokens=1)
+        SchedulerConfig(max_num_seqs=0, max_num_batched_tokens=1, vocab_size=1)
     with pytest.raises(ValueError, match="a full decode step would not fit"):
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7, vocab_size=1)
 
 
 prompts = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=20), min_size=1, max_size=8)

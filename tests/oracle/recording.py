@@ -91,7 +91,9 @@ def serve(
     pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
     runner = ModelRunner(decoder, pool, setup.backend, DEVICE)
     config = SchedulerConfig(
-        max_num_seqs=setup.max_num_seqs, max_num_batched_tokens=setup.max_num_batched_tokens
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        vocab_size=loaded.config.vocab_size,
     )
     scheduler = Scheduler(config, Pools(num_blocks=setup.num_blocks, block_size=setup.block_size))
     watched = frozenset(SequenceId(number) for number in watch)

@@ -82,6 +82,12 @@ def test_a_request_that_never_arrives_is_not_counted_for_ever() -> None:
     assert placement.loads() == {A: 0}
 
 
+def test_an_engine_that_the_ingress_cannot_reach_is_passed_over() -> None:
+    placement, _ = a_placement(A, B)
+    assert [placement.place(RequestId(f"r{i}"), 1, frozenset({A})) for i in range(3)] == [B, B, B]
+    assert placement.place(RequestId("r"), 1, frozenset({A, B})) is None
+
+
 def test_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
     placement, _ = a_placement(A, B)
     placement.report(load(B, 1, 50))

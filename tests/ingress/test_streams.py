@@ -1,0 +1,221 @@
+"""The dispatcher over fake actors: what it asks of them, and what it makes of their failures."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+from shoal.actors.ingress.streams import EngineStreams
+from shoal.actors.messages import (
+    EngineId,
+    EngineRequest,
+    ErrorKind,
+    FinishReason,
+    IngressId,
+    Placement,
+    RequestId,
+    TokenBatch,
+    TokenChunk,
+)
+
+A, B = EngineId("engine-a"), EngineId("engine-b")
+REQUEST = EngineRequest(
+    request_id=RequestId("r"),
+    attempt=1,
+    prompt_token_ids=(1, 2),
+    max_tokens=9,
+    stop_token_ids=frozenset(),
+)
+
+
+class Ref:
+    """A Ray object reference: awaitable, and a future."""
+
+    def __init__(self, outcome: object) -> None:
+        self._outcome = outcome
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        if isinstance(self._outcome, Exception):
+            future.set_exception(self._outcome)
+        else:
+            future.set_result(self._outcome)
+        return future
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self.future()).__await__()
+
+
+@dataclass
+class Method:
+    call: Callable[..., object]
+
+    def remote(self, *args: object) -> Any:
+        return self.call(*args)
+
+
+@dataclass
+class FakeEngine:
+    submitted: list[EngineRequest] = field(default_factory=list)
+    aborted: list[tuple[object, ...]] = field(default_factory=list)
+    num_streams: int = 0
+    submit_error: Exception | None = None
+    answer: list[TokenBatch | Exception] = field(default_factory=list)
+    """What its stream brings once a request is submitted."""
+    outbox: asyncio.Queue[TokenBatch | Exception] = field(default_factory=asyncio.Queue)
+
+    def __post_init__(self) -> None:
+        self.stream = Method(self._stream)
+        self.submit = Method(self._submit)
+        self.abort = Method(lambda *args: self.aborted.append(args))
+
+    async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
+        self.num_streams += 1
+        while True:
+            item = await self.outbox.get()
+            if isinstance(item, Exception):
+                raise item
+            yield Ref(item)
+
+    def _submit(self, ingress_id: IngressId, request: EngineRequest) -> Ref:
+        self.submitted.append(request)
+        for item in self.answer:
+            self.outbox.put_nowait(item)
+        return Ref(self.submit_error)
+
+    def say(self, *tokens: int, end: FinishReason | None = None, attempt: int = 1) -> None:
+        chunk = TokenChunk(request_id=RequestId("r"), attempt=attempt, token_ids=tokens, finish_reason=end)
+        self.answer.append(TokenBatch(chunks=(chunk,)))
+
+
+class FakeRouter:
+    """Places on the first engine that is not excluded."""
+
+    def __init__(self, *engines: EngineId) -> None:
+        self.place = Method(self._place)
+        self.excluded: list[frozenset[EngineId]] = []
+        self._engines = engines
+
+    def _place(self, request_id: RequestId, attempt: int, exclude: frozenset[EngineId]) -> Ref:
+        self.excluded.append(exclude)
+        left = [engine for engine in self._engines if engine not in exclude]
+        return Ref(Placement(engine_id=left[0]) if left else None)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, timeout=10))
+
+
+async def all_chunks(streams: EngineStreams) -> list[TokenChunk]:
+    async with streams.open(REQUEST) as chunks:
+        return [chunk async for chunk in chunks]
+
+
+def only_error(chunks: list[TokenChunk]) -> ErrorKind:
+    (chunk,) = chunks
+    assert chunk.finish_reason is FinishReason.ERROR and chunk.error is not None
+    return chunk.error.kind
+
+
+async def _a_request_to_its_end() -> None:
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: engine})
+    engine.say(5)
+    engine.say(66, attempt=2)
+    engine.say(6, end=FinishReason.LENGTH)
+    chunks = await all_chunks(streams)
+    assert [chunk.token_ids for chunk in chunks] == [(5,), (6,)], "another attempt's tokens are not heard"
+    assert engine.submitted == [REQUEST]
+    assert engine.aborted == []
+
+
+def test_a_request_to_its_end() -> None:
+    run(_a_request_to_its_end())
+
+
+async def _leaving_early_aborts() -> None:
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: engine})
+    engine.say(5)
+    async with streams.open(REQUEST) as chunks:
+        await anext(chunks)
+    ((request_id, attempt, submit),) = engine.aborted
+    assert (request_id, attempt) == ("r", 1)
+    assert isinstance(submit, Ref), "the submit's reference keeps Ray from running the abort before it"
+
+
+def test_leaving_early_aborts_and_the_abort_cannot_overtake_the_submit() -> None:
+    run(_leaving_early_aborts())
+
+
+async def _an_engine_that_dies() -> None:
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: engine})
+    engine.say(5)
+    engine.answer.append(ActorDiedError())
+    chunks = await all_chunks(streams)
+    assert chunks[0].token_ids == (5,)
+    assert only_error(chunks[1:]) is ErrorKind.ENGINE_LOST
+    assert not streams.ready()
+
+
+def test_an_engine_that_dies_ends_its_requests_with_an_error() -> None:
+    run(_an_engine_that_dies())
+
+
+async def _a_lost_engine_is_not_offered_again() -> None:
+    dead, alive = FakeEngine(), FakeEngine()
+    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    await streams.introduce(router, {A: dead, B: alive})
+    dead.outbox.put_nowait(ActorDiedError())
+    await asyncio.sleep(0.01)  # the pump hears of it; neither router nor supervisor knows yet
+    alive.say(7, end=FinishReason.LENGTH)
+    assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,)]
+    assert router.excluded == [frozenset({A})]
+    assert dead.submitted == []
+
+
+def test_an_engine_known_to_be_lost_is_not_placed_on() -> None:
+    run(_a_lost_engine_is_not_offered_again())
+
+
+async def _a_broken_stream_is_opened_anew() -> None:
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: engine})
+    engine.outbox.put_nowait(ActorUnavailableError("a blip of the network", None))
+    await asyncio.sleep(0.01)
+    assert not streams.ready()
+    await streams.introduce(FakeRouter(A), {A: engine})
+    engine.say(7, end=FinishReason.LENGTH)
+    assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,)]
+    assert engine.num_streams == 2
+
+
+def test_a_stream_that_breaks_while_its_engine_lives_is_opened_anew() -> None:
+    run(_a_broken_stream_is_opened_anew())
+
+
+async def _nobody_to_ask() -> None:
+    streams = EngineStreams(IngressId("i"))
+    assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
+    await streams.introduce(FakeRouter(), {})
+    assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
+    assert not streams.ready()
+
+
+def test_without_a_router_or_engines_there_is_an_answer_at_once() -> None:
+    run(_nobody_to_ask())
+
+
+async def _a_submit_that_fails() -> None:
+    engine = FakeEngine(submit_error=ActorDiedError())
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: engine})
+    assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
+
+
+def test_a_submit_that_fails_is_an_error_of_its_request() -> None:
+    run(_a_submit_that_fails())
