@@ -21,7 +21,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 def ray_address() -> Iterator[str]:
     os.environ["PYTHONPATH"] = str(ROOT / ".src")  # for Ray's workers, where shoal is not installed
     directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
-    context = ray.init(
+    ray.init(
         address="local",
         num_cpus=8,
         include_dashboard=False,
@@ -29,7 +29,7 @@ def ray_address() -> Iterator[str]:
         log_to_driver=False,
         _temp_dir=directory,
     )
-    yield context.address_info["address"]
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()
     shutil.rmtree(directory, ignore_errors=True)
 

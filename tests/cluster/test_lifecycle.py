@@ -6,7 +6,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+import ray
 
+from tests.checkpoints import tiny_llama
 from tests.cluster.served import Served, wait_for
 
 
@@ -28,6 +30,37 @@ def test_a_driver_that_is_killed_takes_its_cluster_along(ray_address: str, check
         cluster.wait_until_ready()
         cluster.process.kill()
         wait_for(lambda: cluster.names() == set(), "the lease ran out and everything ended")
+
+
+def test_a_supervisor_killed_in_the_middle_of_a_start(ray_address: str, checkpoint: Path) -> None:
+    """It comes back, finds actors that are still starting, and waits for the same start."""
+    with Served.start(checkpoint, ray_address, engines=2) as cluster:
+        wait_for(lambda: len(cluster.names()) == 5, "every actor is made")
+        ray.kill(cluster.actor("supervisor"), no_restart=False)
+        cluster.wait_until_ready()
+        assert len(cluster.names()) == 5
+
+
+def test_weights_that_are_gone_are_said_and_tried_again(ray_address: str, tmp_path: Path) -> None:
+    checkpoint = tiny_llama(tmp_path / "checkpoint")
+    weights, elsewhere = checkpoint / "model.safetensors", tmp_path / "model.safetensors"
+    with Served.start(checkpoint, ray_address) as cluster:
+        wait_for(lambda: "starting" in cluster.output, "the driver has looked at the folder")
+        weights.rename(elsewhere)
+        wait_for(lambda: "model.safetensors" in cluster.output and "trying again" in cluster.output, "a word")
+        elsewhere.rename(weights)
+        cluster.wait_until_ready()
+
+
+def test_actors_left_without_a_supervisor_are_ended_not_adopted(ray_address: str, checkpoint: Path) -> None:
+    with Served.start(checkpoint, ray_address) as first:
+        first.wait_until_ready()
+        first.process.kill()
+        ray.kill(first.actor("supervisor"))
+        (leftover,) = first.engine_names()
+        with Served.start(checkpoint, ray_address, name=first.name) as second:
+            second.wait_until_ready()
+            assert leftover not in second.engine_names()
 
 
 def test_82_too_little_memory(ray_address: str, checkpoint: Path) -> None:

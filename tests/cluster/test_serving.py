@@ -137,7 +137,11 @@ def test_a_second_cluster_of_the_same_name_is_refused(
 @pytest.mark.parametrize(
     ("flag", "value", "message"),
     [
-        ("--engines", "9", "9 engines of 1 threads need 9 CPUs; Ray has 8: lower --engines or --threads"),
+        (
+            "--engines",
+            "9",
+            "9 engines of 1 threads need 9 CPUs; Ray has 6 free: lower --engines or --threads",
+        ),
         ("--memory", "9000GiB", "1 engines of 9000GiB need 9000GiB; Ray has "),
     ],
 )
