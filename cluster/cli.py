@@ -92,7 +92,9 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except (ServeError, ModelSourceError, ValueError) as error:
-        Console(stderr=True).print(f"error: {error}", style="red", highlight=False, markup=False)
+        Console(stderr=True).print(
+            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         raise typer.Exit(1) from error
 
 

@@ -78,7 +78,7 @@ def serve(options: ServeOptions, console: Console) -> None:
             _watch(
                 supervisor,
                 stop,
-                console.print,
+                lambda trouble: console.print(trouble, highlight=False, soft_wrap=True),
                 lambda status: _announce(status, spec, dashboard_url, console),
             )
             console.print("stopping")
@@ -265,11 +265,15 @@ def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | Non
     assert status.ingress is not None
     for engine in status.engines:
         assert engine is not None
-        console.print(f"{engine.engine_id}: {engine.backend}, {engine.memory}", highlight=False)
+        console.print(
+            f"{engine.engine_id}: {engine.backend}, {engine.memory}", highlight=False, soft_wrap=True
+        )
     if dashboard_url:
-        console.print(f"Ray dashboard: http://{dashboard_url}", highlight=False)
-    console.print(f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False)
-    console.print(f"ready: {status.ingress.url}/v1", highlight=False, style="bold green")
+        console.print(f"Ray dashboard: http://{dashboard_url}", highlight=False, soft_wrap=True)
+    console.print(
+        f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False, soft_wrap=True
+    )
+    console.print(f"ready: {status.ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
 
 
 def _call(method: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:

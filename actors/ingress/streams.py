@@ -46,7 +46,7 @@ class _Link:
         self._pump_task = asyncio.create_task(self._pump())
 
     async def submit(self, request: EngineRequest, inbox: Inbox) -> None:
-        """Raises RayError or TimeoutError; `abort` is due then too, for the request may have arrived."""
+        """Raises RayError or TimeoutError. The request may have arrived all the same: `end` it with abort."""
         key = (request.request_id, request.attempt)
         self.inboxes[key] = inbox
         self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
@@ -125,6 +125,7 @@ class EngineStreams:
             try:
                 return await link.submit(request, inbox)
             except (RayError, TimeoutError) as error:
+                link.end((request.request_id, request.attempt), abort=True)
                 kind, message = ErrorKind.ENGINE_LOST, f"{link.engine_id}: {type(error).__name__}"
         inbox.put_nowait(_error(request.request_id, request.attempt, kind, message))
 

@@ -166,4 +166,4 @@ def report(rows: list[Row], peer: str, json_file: Path | None, console: Console)
     console.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
-        console.print(f"written to {json_file}", highlight=False)
+        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)

@@ -215,6 +215,7 @@ async def _a_submit_that_fails() -> None:
     streams = EngineStreams(IngressId("i"))
     await streams.introduce(FakeRouter(A), {A: engine})
     assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
+    assert len(engine.aborted) == 1, "it may have arrived all the same"
 
 
 def test_a_submit_that_fails_is_an_error_of_its_request() -> None:

@@ -43,9 +43,9 @@ def test_smollm2_within_a_thousandth() -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2())
-    story = [{"role": "user", "content": "Write a short story about a fox and a river. " * 25}]
+    story = [{"role": "user", "content": "Write a short story about a fox and a river. " * 12}]
     tokens = tokenizer.apply_chat_template(story, add_generation_prompt=True, return_dict=False)
-    assert len(tokens) > 256
+    assert len(tokens) > 128
     difference = (our_logits(smollm2(), CpuBackend(2), tokens) - their_logits(smollm2(), tokens)).abs().max()
     assert difference < 1e-3
 
