@@ -1,5 +1,7 @@
 """The supervisor's process: a thread that ticks, and the calls a driver makes."""
 
+import logging
+import os
 import threading
 import time
 
@@ -8,6 +10,8 @@ import ray
 from shoal.cluster.launcher import RayLauncher
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus, Supervisor
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 SUPERVISOR = "supervisor"
@@ -41,11 +45,20 @@ class SupervisorActor:
             self._supervisor.teardown()
 
     def _run(self) -> None:
-        while not self._stopped.wait(TICK_S):
-            with self._lock:
-                if not self._stopped.is_set():
-                    self._supervisor.tick()
-                expired = self._supervisor.lease_expired
-            if expired:
-                self.teardown()
-                ray.kill(ray.get_runtime_context().current_actor)
+        try:
+            while not self._stopped.wait(TICK_S):
+                self._tick()
+        except BaseException:
+            logger.critical("supervisor broken; ending the process for Ray to restart it", exc_info=True)
+            logging.shutdown()
+            os._exit(1)
+
+    def _tick(self) -> None:
+        with self._lock:
+            if self._stopped.is_set():
+                return
+            self._supervisor.tick()
+            expired = self._supervisor.lease_expired
+        if expired:
+            self.teardown()
+            ray.kill(ray.get_runtime_context().current_actor)

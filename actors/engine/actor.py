@@ -34,6 +34,12 @@ Arrival = tuple[RequestId, int]
 """(request, attempt)"""
 
 
+class _Outbox(asyncio.Queue[TokenBatch | None]):
+    """What one stream of one ingress has yet to carry; None ends it."""
+
+    streamed = False
+
+
 class EngineActor:
     """Requests come in one call each; tokens go out on one stream an ingress, one item a step."""
 
@@ -43,7 +49,7 @@ class EngineActor:
         self._router: Any = None
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: EngineLoop | None = None
-        self._outboxes: dict[IngressId, asyncio.Queue[TokenBatch | None]] = {}
+        self._outboxes: defaultdict[IngressId, _Outbox] = defaultdict(_Outbox)
         self._arrived_on_loop: list[Arrival] = []  # the loop's thread writes it
         self._arrived: list[Arrival] = []
         self._num_requests = 0
@@ -99,10 +105,14 @@ class EngineActor:
         self._started.do(lambda engine: engine.abort(request_id, attempt))
 
     async def stream(self, ingress_id: IngressId) -> AsyncIterator[TokenBatch]:
-        """Every chunk for one ingress, from now until the engine ends or the ingress streams anew."""
-        if (predecessor := self._outboxes.get(ingress_id)) is not None:
-            predecessor.put_nowait(None)
-        outbox = self._outboxes[ingress_id] = asyncio.Queue()
+        """Every chunk for one ingress, until the engine ends or the ingress streams anew.
+
+        A request may arrive before its ingress's first stream does: Ray keeps no order between the two.
+        """
+        if self._outboxes[ingress_id].streamed:
+            self._outboxes.pop(ingress_id).put_nowait(None)
+        outbox = self._outboxes[ingress_id]
+        outbox.streamed = True
         while (batch := await outbox.get()) is not None:
             yield batch
 
@@ -126,8 +136,7 @@ class EngineActor:
         for reply in replies:
             by_ingress[reply.to].append(reply.chunk)
         for ingress_id, chunks in by_ingress.items():
-            if ingress_id in self._outboxes:
-                self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
+            self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
         if arrived or num_requests != self._num_requests:
             self._arrived += arrived
             self._num_requests = num_requests

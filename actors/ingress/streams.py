@@ -74,9 +74,10 @@ class _Link:
             logger.warning("%s is lost: %s", self.engine_id, type(error).__name__)
         finally:
             self.lost = True
-            for (request_id, attempt), inbox in self.inboxes.items():
-                message = f"the stream of {self.engine_id} has ended"
-                inbox.put_nowait(_error(request_id, attempt, ErrorKind.ENGINE_LOST, message))
+            message = f"the stream of {self.engine_id} has ended"
+            for key, inbox in list(self.inboxes.items()):
+                inbox.put_nowait(_error(*key, ErrorKind.ENGINE_LOST, message))
+                self.end(key, abort=True)  # the engine itself may live on
 
 
 class EngineStreams:

@@ -185,9 +185,11 @@ def test_an_engine_known_to_be_lost_is_not_placed_on() -> None:
 async def _a_broken_stream_is_opened_anew() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
     await streams.introduce(FakeRouter(A), {A: engine})
-    engine.outbox.put_nowait(ActorUnavailableError("a blip of the network", None))
-    await asyncio.sleep(0.01)
+    engine.answer.append(ActorUnavailableError("a blip of the network", None))
+    assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
+    assert len(engine.aborted) == 1, "the engine lives and would go on computing for nobody"
     assert not streams.ready()
+    engine.answer.clear()
     await streams.introduce(FakeRouter(A), {A: engine})
     engine.say(7, end=FinishReason.LENGTH)
     assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,)]
