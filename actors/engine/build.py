@@ -23,6 +23,7 @@ from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend, Rotary
 from shoal.kernels.choose import choose_backend
+from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.layout import BlockLayout, KVDtype
 
 logger = logging.getLogger(__name__)
@@ -76,10 +77,13 @@ def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> Loa
 def build_engine(config: EngineConfig) -> BuiltEngine:
     """Load the checkpoint and divide the memory.
 
-    Raises UnsupportedModel or NotEnoughMemory (both ValueError) with a message for the operator.
+    Raises ValueError (UnsupportedModel, NotEnoughMemory) with a message for the operator.
     """
     torch.set_num_threads(config.threads)
-    backend = choose_backend(config.threads, require_kernels=config.require_kernels)
+    try:
+        backend = choose_backend(config.threads, require_kernels=config.require_kernels)
+    except KernelsUnavailable as error:
+        raise ValueError(f"--require-kernels, but {error}") from error
     loaded = load_model(Path(config.checkpoint), backend, max_model_len=config.max_model_len)
     decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
     layout = loaded.block_layout(config.block_size, config.kv_cache_dtype)

@@ -84,9 +84,9 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request could be placed now."""
+        """A request could be placed now. Probes ask every second: a no is an answer, not a failure to log."""
         if not self._dispatcher.ready():
-            raise not_ready()
+            return not_ready().response()
         return JSONResponse({"status": "ready"})
 
     def _check_model(self, name: str | None) -> None:

@@ -1,0 +1,63 @@
+"""From a configuration to an engine, on a tiny model."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.actors.engine import build
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.memory_plan import NotEnoughMemory
+from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
+from shoal.kernels.library import KernelsUnavailable
+from tests.checkpoints import tiny_llama
+
+MIB = 1 << 20
+
+
+def a_config(checkpoint: Path, **changes: int | bool) -> EngineConfig:
+    numbers = {"max_model_len": 256, "memory_bytes": 64 * MIB, "threads": 1, "block_size": 16}
+    return EngineConfig(checkpoint=str(checkpoint), **{**numbers, **changes})  # type: ignore[arg-type]
+
+
+def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None:
+    built = build.build_engine(a_config(tiny_llama(tmp_path), max_num_seqs=4))
+    memory = built.memory
+    assert memory.block_bytes == 16 * 2 * 2 * 2 * 16 * 4, "16 tokens, 2 layers, K and V, 2 heads of 16 floats"
+    assert 16 + 1 <= memory.num_blocks == 4 * 16 + 1, "no more than four sequences can fill"
+    assert 0 < memory.weights_bytes + memory.step_peak_bytes < 64 * MIB
+    assert built.largest_step_s > 0
+
+    request = EngineRequest(
+        request_id=RequestId("r"),
+        attempt=1,
+        prompt_token_ids=(3, 4, 5),
+        max_tokens=2,
+        stop_token_ids=frozenset(),
+        sampling=SamplingParams(temperature=0.0),
+    )
+    built.engine.submit(request, IngressId("i"))
+    replies = [reply.chunk for _ in range(2) for reply in built.engine.step()]
+    assert [chunk.finish_reason for chunk in replies] == [None, FinishReason.LENGTH]
+    built.engine.check()
+
+
+def test_82_an_engine_that_could_not_hold_one_sequence_is_not_built(tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match="one sequence of max_model_len 256 needs 16 KV blocks of 8KiB"):
+        build.build_engine(a_config(tiny_llama(tmp_path), memory_bytes=100_000))
+
+
+def test_without_kernels_an_engine_that_requires_them_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(threads: int, *, require_kernels: bool) -> None:
+        raise KernelsUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(build, "choose_backend", unavailable)
+    with pytest.raises(ValueError, match="--require-kernels, but no C\\+\\+ compiler"):
+        build.build_engine(a_config(tmp_path, require_kernels=True))
+
+
+@pytest.mark.parametrize("name", ["max_model_len", "memory_bytes", "threads"])
+def test_what_must_be_positive(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        a_config(tmp_path, **{name: 0})
