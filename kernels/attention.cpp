@@ -13,11 +13,12 @@
 // tasks split by segment) is only an order of evaluation.
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "lanes.h"
-#include "paged.h"
+#include "ops.h"
 #include "pool.h"
 
 namespace shoal::SHOAL_ISA {
@@ -26,118 +27,113 @@ namespace {
 using std::max, std::min;
 
 constexpr int TILE = 64, SEGMENT = 256;
-constexpr int MAX_GROUP = 512;       // most query heads to a key/value head
-constexpr int UNIT = 192;            // query rows (times heads of a group) that share the packing of a tile
-constexpr int BLOCK_ROWS = REGISTERS == 1 ? 1 : 6, WIDTH = REGISTERS == 32 ? 2 : 1;  // a register block
-constexpr int block_width(int rows) { return REGISTERS == 1 ? 1 : (rows == 1 ? 4 : rows <= 3 ? 2 : 1) * WIDTH; }
+constexpr int MAX_GROUP = 512;  // most query heads to a key/value head
+constexpr int UNIT = 192;       // query rows (times heads of a group) that share the packing of a tile
+constexpr int FEW = 12;         // rows up to which keys and values are used where they lie: see attend_few
 
-// What to fetch while multiplying: step k touches `bytes` bytes of rows[k % 64], every 64 steps the next `bytes`.
-struct Ahead {
-    const char* const* rows;
-    long offset;
-    int bytes;
-};
-
-// Matrices of a product. Vector j of row k of b is at b + j * b_vector + k * b_stride.
-template <class T> struct Product {
-    const float* a;
-    long a_stride;
-    const T* b;
-    long b_stride, b_vector;
-    int depth;
-    float* c;
-    long c_stride;
-    const float* factor;  // of each row of c before adding; null: c starts at 0
-    Ahead ahead;
-};
-
-// c[r][j] = c[r][j] * factor[r], then += a[r][k] * b[k][j] for k = 0..depth-1 in order.
-template <int R, int N, bool PREFETCH, class T> void block(const Product<T>& m, int first) {
-    const T* b0 = m.b + first * m.b_vector;
-    float* c0 = m.c + first * LANES;
-    V acc[R][N];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int j = 0; j < N; j++)
-            acc[r][j] = m.factor ? load(c0 + r * m.c_stride + j * LANES) * splat(m.factor[r]) : splat(0);
-    for (int k = 0; k < m.depth; k++) {
-        if constexpr (PREFETCH) {
-            const char* p = m.ahead.rows[k % TILE] + m.ahead.offset + k / TILE * m.ahead.bytes;
-            for (int i = 0; i < m.ahead.bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
-        }
-        UNROLL for (int j = 0; j < N; j++) {
-            V b = load(b0 + k * m.b_stride + j * m.b_vector);
-            const float* a = m.a + k;
-            hold(b);
-            if (R * N > 5 && N > 1) hold(a);
-            UNROLL for (int r = 0; r < R; r++) acc[r][j] = fma(splat(a[r * m.a_stride]), b, acc[r][j]);
-        }
-    }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int j = 0; j < N; j++) store(c0 + r * m.c_stride + j * LANES, acc[r][j]);
+// A register block: rows by vectors.
+constexpr int BLOCK_ROWS = REGISTERS == 32 ? 12 : REGISTERS == 8 ? 6 : 1;
+constexpr int block_width(int rows) {
+    if (REGISTERS == 32) return rows <= 4 ? 4 : 2;
+    return REGISTERS == 1 ? 1 : rows == 1 ? 4 : rows <= 3 ? 2 : 1;
 }
 
-template <int R, bool PREFETCH, class T> void columns(const Product<T>& m, int vectors) {
-    constexpr int N = block_width(R);
-    int j = 0;
-    for (; j + N <= vectors; j += N) block<R, N, PREFETCH>(m, j);
-    for (; j < vectors; j++) block<R, 1, false>(m, j);
-}
+#define EACH_BLOCK_HEIGHT(CASE) \
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 
-template <bool PREFETCH, class T> void product(int rows, int vectors, const Product<T>& m) {
+// Calls f.operator()<R, N>(first vector) until all are done, in blocks of `rows` rows.
+template <class F> void for_blocks(int rows, int vectors, const F& f) {
     switch (rows) {
-#define CASE(R)                                                               \
-    case R:                                                                   \
-        if constexpr (R <= BLOCK_ROWS) columns<R, PREFETCH>(m, vectors);      \
+#define CASE(R)                                                                     \
+    case R:                                                                         \
+        if constexpr (R <= BLOCK_ROWS) {                                            \
+            constexpr int N = block_width(R);                                       \
+            int j = 0;                                                              \
+            for (; j + N <= vectors; j += N) f.template operator()<R, N>(j);        \
+            for (; j < vectors; j++) f.template operator()<R, 1>(j);                \
+        }                                                                           \
         return;
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+        EACH_BLOCK_HEIGHT(CASE)
 #undef CASE
     }
 }
 
-// Sixteen keys transposed to [D][16]: out[d][i] = rows[i][d].
-#if defined(__AVX2__)
-inline void transpose4(const __m256 (&row)[4], __m256 (&out)[4]) {
-    const __m256 a = _mm256_unpacklo_ps(row[0], row[1]), b = _mm256_unpackhi_ps(row[0], row[1]);
-    const __m256 c = _mm256_unpacklo_ps(row[2], row[3]), d = _mm256_unpackhi_ps(row[2], row[3]);
-    out[0] = _mm256_shuffle_ps(a, c, 0x44), out[1] = _mm256_shuffle_ps(a, c, 0xEE);
-    out[2] = _mm256_shuffle_ps(b, d, 0x44), out[3] = _mm256_shuffle_ps(b, d, 0xEE);
-}
-// Four 32-bit words at offset d of eight rows: out[i] holds word i of rows 0..7.
-template <class T> void transpose8(const T* const* rows, long d, __m256 (&out)[4]) {
-    __m256 pairs[4];
-    UNROLL for (int i = 0; i < 4; i++)
-        pairs[i] = _mm256_set_m128(_mm_loadu_ps(reinterpret_cast<const float*>(rows[i + 4] + d)),
-                                   _mm_loadu_ps(reinterpret_cast<const float*>(rows[i] + d)));
-    transpose4(pairs, out);
-}
-void transpose(const float* const* rows, long offset, int D, float* out) {
-    for (int half = 0; half < 16; half += 8)
-        for (int d = 0; d < D; d += 4) {
-            __m256 words[4];
-            transpose8(rows + half, offset + d, words);
-            UNROLL for (int i = 0; i < 4; i++) _mm256_store_ps(out + (d + i) * LANES + half, words[i]);
+// Matrices of a product. Vector j of row k of b is at b + j * b_vector + k * LANES.
+struct Product {
+    const float* a;
+    long a_stride;
+    const float* b;
+    long b_vector;
+    int depth;
+    float* c;
+    long c_stride;
+    const float* factor;  // of each row of c before adding; null: c starts at 0
+};
+
+// c[r][j] = c[r][j] * factor[r], then += a[r][k] * b[k][j] for k = 0..depth-1 in order.
+template <int R, int N> void multiply(const Product& m, int first) {
+    const float* b = m.b + first * m.b_vector;
+    float* c = m.c + first * LANES;
+    V acc[R][N];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++)
+            acc[r][j] = m.factor ? load(c + r * m.c_stride + j * LANES) * splat(m.factor[r]) : splat(0);
+    const float* a = m.a;
+    for (int k = 0; k < m.depth; k++, a++, b += LANES) {
+        V row[N];
+        UNROLL for (int j = 0; j < N; j++) row[j] = load(b + j * m.b_vector);
+        UNROLL for (int r = 0; r < R; r++) {
+            const V x = splat(a[r * m.a_stride]);
+            UNROLL for (int j = 0; j < N; j++) fma_into(acc[r][j], x, row[j]);
         }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) store(c + r * m.c_stride + j * LANES, acc[r][j]);
 }
-void transpose(const bf16* const* rows, long offset, int D, float* out) {  // two bf16 move as one word
-    const __m256i high = _mm256_set1_epi32(int(0xffff0000));
-    for (int half = 0; half < 16; half += 8)
-        for (int d = 0; d < D; d += 8) {
-            __m256 words[4];
-            transpose8(rows + half, offset + d, words);
-            UNROLL for (int i = 0; i < 4; i++) {
-                const __m256i word = _mm256_castps_si256(words[i]);
-                float* even = out + (d + 2 * i) * LANES + half;
-                _mm256_store_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(word, 16)));
-                _mm256_store_ps(even + LANES, _mm256_castsi256_ps(_mm256_and_si256(word, high)));
-            }
+
+void product(int rows, int vectors, const Product& m) {
+    for_blocks(rows, vectors, [&]<int R, int N>(int first) { multiply<R, N>(m, first); });
+}
+
+// Scores of R rows and N vectors of keys, which are turned round in registers. Fetches `soon`, a line of each row for
+// a line of keys.
+template <int R, int N, class T>
+void scores_in_place(const float* q, int D, const T* const* keys, long at, const T* const* soon, float* scores) {
+    V acc[R][N];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) acc[r][j] = splat(0);
+    for (int d = 0, quarter = 0; d < D; d += PIECE<T>, quarter = (quarter + 4) % LANES)
+        UNROLL for (int j = 0; j < N; j++) {
+            UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(soon[j * LANES + quarter + i] + at + d, 0, 2);
+            V piece[PIECE<T>];
+            transpose(keys + j * LANES, at + d, piece);
+            UNROLL for (int i = 0; i < PIECE<T>; i++)
+                UNROLL for (int r = 0; r < R; r++) fma_splat(acc[r][j], q + r * D + d + i, piece[i]);
         }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) store(scores + r * TILE + j * LANES, acc[r][j]);
 }
-#else
-template <class T> void transpose(const T* const* rows, long offset, int D, float* out) {
-    for (int d = 0; d < D; d++)
-        for (int i = 0; i < LANES; i++) out[d * LANES + i] = widen(rows[i][offset + d]);
+
+// out = out * factor + weights * values for R rows and N vectors of D. Fetches `soon`, as much as it reads.
+template <int R, int N, class T>
+void values_in_place(const float* weights, const float* factor, int keys, const T* const* values, long at,
+                     const T* const* soon, long soon_at, float* out, int D) {
+    V acc[R][N];
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) acc[r][j] = load(out + r * D + j * LANES) * splat(factor[r]);
+    for (int k = 0; k < keys; k++) {
+        const T *value = values[k] + at, *next = soon[k] + soon_at;
+        UNROLL for (int i = 0; i < N * LANES; i += 64 / int(sizeof(T))) __builtin_prefetch(next + i, 0, 2);
+        V row[N];
+        UNROLL for (int j = 0; j < N; j++) row[j] = load(value + j * LANES);
+        UNROLL for (int r = 0; r < R; r++) {
+            const V weight = splat(weights[r * TILE + k]);
+            UNROLL for (int j = 0; j < N; j++) fma_into(acc[r][j], weight, row[j]);
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int j = 0; j < N; j++) store(out + r * D + j * LANES, acc[r][j]);
 }
-#endif
 
 // Consecutive rows of one sequence, seeing positions 0..last at most.
 struct Unit {
@@ -181,27 +177,17 @@ struct Scratch {  // one a thread
     }
 };
 
-struct Arguments {
-    const float* q;
-    long q_stride;
-    const Pool& pool;
-    const Rows& rows;
-    float scale;
-    float* out;
-    long out_stride;
-    int q_heads;
-};
-
-template <class T> class Kernel {
+template <class T> class Attention {
 public:
-    explicit Kernel(const Arguments& a)
-        : a_(a), D_(a.pool.head_size), heads_(a.pool.heads), group_(a.q_heads / a.pool.heads) {}
+    Attention(const AttentionOp& op, const Rows& rows)
+        : op_(op), pool_(*op.pool), rows_(rows), D_(pool_.head_size), heads_(pool_.heads),
+          group_(op.q_heads / pool_.heads) {}
 
     void run(int threads) {
         plan(threads);
-        std::vector<float> parts(parts_size_);
-        parallel(threads, tasks_.size(), [&](long i) { task(tasks_[i], parts.data()); });
-        parallel(threads, joins_.size(), [&](long i) { join(joins_[i], parts.data()); });
+        const auto parts = std::make_unique_for_overwrite<float[]>(parts_size_);
+        parallel(threads, tasks_.size(), [&](long i) { task(tasks_[i], parts.get()); });
+        parallel(threads, joins_.size(), [&](long i) { join(joins_[i], parts.get()); });
     }
 
 private:
@@ -209,24 +195,20 @@ private:
     // masked.
     struct Tile {
         int keys;
-        int runs, run[TILE + 1];  // starts of the pieces that are contiguous in the pool, closed by `keys`
         const T *k[TILE], *v[TILE];
     };
 
     void locate(const Unit& u, int begin, Tile& t) const {
-        const Pool& pool = a_.pool;
-        const long stride = long(heads_) * D_, sequence = a_.rows.sequence[u.first];
-        t.keys = min(u.last + 1 - begin, TILE), t.runs = 0;
+        const long stride = long(heads_) * D_, sequence = rows_.sequence[u.first];
+        t.keys = min(u.last + 1 - begin, TILE);
         for (int i = 0; i < t.keys;) {
-            const long position = begin + i, offset = position % pool.block_rows;
-            const long block = a_.rows.block(sequence, position / pool.block_rows);
-            const T* k = static_cast<const T*>(pool.k) + block * pool.k_stride + offset * stride;
-            const T* v = static_cast<const T*>(pool.v) + block * pool.v_stride + offset * stride;
-            t.run[t.runs++] = i;
-            for (int end = min<long>(t.keys, i + pool.block_rows - offset); i < end; i++, k += stride, v += stride)
+            const long position = begin + i, offset = position % pool_.block_rows;
+            const long block = rows_.block(sequence, position / pool_.block_rows);
+            const T* k = static_cast<const T*>(pool_.k) + block * pool_.k_stride + offset * stride;
+            const T* v = static_cast<const T*>(pool_.v) + block * pool_.v_stride + offset * stride;
+            for (int end = min<long>(t.keys, i + pool_.block_rows - offset); i < end; i++, k += stride, v += stride)
                 t.k[i] = k, t.v[i] = v;
         }
-        t.run[t.runs] = t.keys;
         for (int i = t.keys; i < TILE; i++) t.k[i] = t.k[t.keys - 1], t.v[i] = t.v[t.keys - 1];
     }
 
@@ -269,82 +251,83 @@ private:
             const bool more = at + TILE <= last;
             if (more) locate(u, at + TILE, tiles[turn ^ 1]);
             for (int r = 0; r < rows; r++)
-                visible[r] = std::clamp(a_.rows.position[u.first + r / group_] + 1 - at, 0, TILE);
+                visible[r] = std::clamp(rows_.position[u.first + r / group_] + 1 - at, 0, TILE);
             for (int h = head; h < head_end; h++) {
-                const bool last_head = h + 1 == head_end;
-                const Tile& next = last_head && more ? tiles[turn ^ 1] : tile;
-                attend(tile, next, (last_head ? head : h + 1), h, (h - head) * rows, rows, visible, s);
+                const int first_row = (h - head) * rows;
+                if (rows > FEW)
+                    attend_many(tile, h, first_row, rows, visible, s);
+                else if (const bool last_head = h + 1 == head_end; last_head && more)
+                    attend_few(tile, h, tiles[turn ^ 1], head, first_row, rows, visible, s);
+                else
+                    attend_few(tile, h, tile, last_head ? h : h + 1, first_row, rows, visible, s);
             }
         }
         for (int r = 0; r < all; r++) s.segment.sum[r] = sum(load(s.sums + r * LANES));
     }
 
-    // One tile of one head. Meanwhile fetches `next_head` of the tile `next`.
-    void attend(const Tile& tile, const Tile& next, int next_head, int head, int first_row, int rows,
-                const int* visible, Scratch& s) const {
-        const long at = long(head) * D_;
-        const float* q = s.q + long(first_row) * D_;
-        float* acc = s.segment.acc + long(first_row) * D_;
-        const bool many = rows > 2 * BLOCK_ROWS;  // then the tile serves from L1, widened once, and nothing is fetched
-        const int width = block_width(min(rows, BLOCK_ROWS));
-        const long next_at = long(next_head) * D_ * sizeof(T);
-        const int bytes = width * LANES * int(sizeof(T)), vectors = (tile.keys + LANES - 1) / LANES;
-
-        for (int i = 0; i < vectors; i++) transpose(tile.k + i * LANES, at, D_, s.k + i * LANES * D_);
-        const int key_step = many ? WIDTH : width;
-        for (int i = 0; i < vectors; i += key_step)
-            for (int r = 0; r < rows; r += BLOCK_ROWS) {
-                const int together = min(BLOCK_ROWS, rows - r);
-                const int seen = *std::max_element(visible + r, visible + r + together);
-                const int end = min({i + key_step, vectors, (seen + LANES - 1) / LANES});
-                if (i >= end) continue;
-                Product<float> scores{q + long(r) * D_, D_, s.k + i * LANES * D_, LANES, long(LANES) * D_, D_,
-                                      s.weights + r * TILE + i * LANES, TILE, nullptr, {}};
-                if (many) {
-                    product<false>(together, end - i, scores);
-                } else {
-                    scores.ahead = {reinterpret_cast<const char* const*>(next.k),
-                                    next_at + long(i) * LANES * D_ / TILE * long(sizeof(T)), bytes};
-                    product<true>(together, end - i, scores);
-                }
-            }
-
+    void soften(int first_row, int rows, const int* visible, Scratch& s) const {
         for (int r = 0; r < rows; r++)
             if (visible[r])
                 s.factor[r] = soften(s.weights + r * TILE, visible[r], s.segment.top[first_row + r],
                                      s.sums + (first_row + r) * LANES);
+    }
 
-        if (many)
-            for (int i = 0; i < tile.keys; i++)
-                for (int d = 0; d < D_; d += LANES) store(s.v + d * TILE + i * LANES, load(tile.v[i] + at + d));
-        static constexpr float ones[] = {1, 1, 1, 1, 1, 1};
-        static_assert(BLOCK_ROWS <= std::size(ones));
-        const int value_step = many ? LANES * WIDTH : LANES * width;
-        for (int d = 0; d < D_; d += value_step) {
-            const int step = min(value_step, D_ - d);
-            for (int r = 0, together; r < rows; r += together) {  // rows that see the same keys
-                together = 1;
-                while (together < BLOCK_ROWS && r + together < rows && visible[r + together] == visible[r]) together++;
-                if (!visible[r]) continue;
-                const float* weights = s.weights + r * TILE;
-                float* out = acc + long(r) * D_ + d;
-                if (many) {
-                    product<false>(together, step / LANES,
-                                   Product<float>{weights, TILE, s.v + d * TILE, LANES, long(LANES) * TILE, visible[r],
-                                                  out, D_, s.factor + r, {}});
-                    continue;
-                }
-                for (int i = 0; i < tile.runs; i++) {
-                    const int begin = tile.run[i], end = min(visible[r], tile.run[i + 1]);
-                    if (begin >= end) break;
-                    const Ahead ahead{reinterpret_cast<const char* const*>(next.v) + begin,
-                                      next_at + d * long(sizeof(T)), bytes};
-                    product<true>(together, step / LANES,
-                                  Product<T>{weights + begin, TILE, tile.v[begin] + at + d, long(heads_) * D_, LANES,
-                                             end - begin, out, D_, begin == 0 ? s.factor + r : ones, ahead});
-                }
-            }
+    // Calls f(row, count) for runs of at most a block of rows that see the same keys, and any.
+    template <class F> static void for_alike(int rows, const int* visible, const F& f) {
+        for (int r = 0, count; r < rows; r += count) {
+            count = 1;
+            while (count < BLOCK_ROWS && r + count < rows && visible[r + count] == visible[r]) count++;
+            if (visible[r]) f(r, count);
         }
+    }
+
+    // One tile of one head for few rows: as fast as memory gives keys and values, if they come unasked. So values are
+    // fetched while scores are computed, and then the keys of `next_head` of the tile `next`.
+    void attend_few(const Tile& tile, int head, const Tile& next, int next_head, int first_row, int rows,
+                    const int* visible, Scratch& s) const {
+        const long at = long(head) * D_, next_at = long(next_head) * D_;
+        const float* q = s.q + long(first_row) * D_;
+        float* acc = s.segment.acc + long(first_row) * D_;
+        for (int r = 0; r < rows; r += BLOCK_ROWS)
+            for_blocks(min(BLOCK_ROWS, rows - r), (tile.keys + LANES - 1) / LANES, [&]<int R, int N>(int i) {
+                scores_in_place<R, N>(q + r * D_, D_, tile.k + i * LANES, at, tile.v + i * LANES,
+                                      s.weights + r * TILE + i * LANES);
+            });
+        soften(first_row, rows, visible, s);
+        for_alike(rows, visible, [&](int r, int count) {
+            for_blocks(count, D_ / LANES, [&]<int R, int N>(int j) {
+                const int d = j * LANES;
+                values_in_place<R, N>(s.weights + r * TILE, s.factor + r, visible[r], tile.v, at + d, next.k,
+                                      next_at + d, acc + r * D_ + d, D_);
+            });
+        });
+    }
+
+    // One tile of one head for many rows: keys and values are packed, widened once, and then serve from L1.
+    void attend_many(const Tile& tile, int head, int first_row, int rows, const int* visible, Scratch& s) const {
+        const long at = long(head) * D_;
+        const float* q = s.q + long(first_row) * D_;
+        float* acc = s.segment.acc + long(first_row) * D_;
+        const int vectors = (tile.keys + LANES - 1) / LANES;
+        for (int i = 0; i < vectors; i++)
+            for (int d = 0; d < D_; d += PIECE<T>) {
+                V piece[PIECE<T>];
+                transpose(tile.k + i * LANES, at + d, piece);
+                UNROLL for (int j = 0; j < PIECE<T>; j++) store(s.k + (i * D_ + d + j) * LANES, piece[j]);
+            }
+        for (int r = 0; r < rows; r += BLOCK_ROWS) {
+            const int count = min(BLOCK_ROWS, rows - r), seen = *std::max_element(visible + r, visible + r + count);
+            product(count, (seen + LANES - 1) / LANES,
+                    {q + long(r) * D_, D_, s.k, long(LANES) * D_, D_, s.weights + r * TILE, TILE, nullptr});
+        }
+        soften(first_row, rows, visible, s);
+        for (int i = 0; i < tile.keys; i++)
+            for (int d = 0; d < D_; d += LANES) store(s.v + d * TILE + i * LANES, load(tile.v[i] + at + d));
+        for_alike(rows, visible, [&](int r, int count) {
+            product(count, D_ / LANES,
+                    {s.weights + r * TILE, TILE, s.v, long(LANES) * TILE, visible[r], acc + long(r) * D_, D_,
+                     s.factor + r});
+        });
     }
 
     // Appends one segment.
@@ -371,17 +354,17 @@ private:
         for (int h = head; h < head_end; h++)
             for (long r = 0; r < rows; r++) {
                 const long i = (h - head) * rows + r;
-                float* out = a_.out + (u.first + r / group_) * a_.out_stride + (h * group_ + r % group_) * D_;
+                float* out = op_.out + (u.first + r / group_) * op_.out_stride + (h * group_ + r % group_) * D_;
                 const V over = splat(1.f / s.sum[i]);
                 for (int d = 0; d < D_; d += LANES) store(out + d, load(s.acc + i * D_ + d) * over);
             }
     }
 
     void load_q(const Unit& u, int head, int head_end, float* q) const {
-        const V scale = splat(float(double(a_.scale) * 1.4426950408889634));
+        const V scale = splat(float(double(op_.scale) * 1.4426950408889634));
         for (int h = head; h < head_end; h++)
             for (long t = u.first; t < u.first + u.rows; t++) {
-                const float* from = a_.q + t * a_.q_stride + h * group_ * D_;
+                const float* from = op_.q + t * op_.q_stride + h * group_ * D_;
                 for (int d = 0; d < group_ * D_; d += LANES, q += LANES) store(q, load(from + d) * scale);
             }
     }
@@ -422,11 +405,11 @@ private:
     void plan(int threads) {
         const int most = max(1, UNIT / group_);
         double total = 0;
-        for (long t = 0; t < a_.rows.count;) {
+        for (long t = 0; t < rows_.count;) {
             Unit u{t, 0, -1};
-            auto belongs = [&] { return a_.rows.sequence[t] == a_.rows.sequence[u.first]; };
-            for (; t < a_.rows.count && u.rows < most && belongs(); t++, u.rows++)
-                u.last = max(u.last, a_.rows.position[t]);
+            auto belongs = [&] { return rows_.sequence[t] == rows_.sequence[u.first]; };
+            for (; t < rows_.count && u.rows < most && belongs(); t++, u.rows++)
+                u.last = max(u.last, rows_.position[t]);
             units_.push_back(u);
             total += double(u.rows) * (u.last + 1) * heads_;
         }
@@ -435,7 +418,7 @@ private:
             const Unit& u = units_[i];
             const double one_head = double(u.rows) * (u.last + 1);
             const int segments = u.last / SEGMENT + 1;
-            const bool few = u.rows * group_ <= 2 * BLOCK_ROWS, whole = one_head * heads_ <= share;
+            const bool few = u.rows * group_ <= FEW, whole = one_head * heads_ <= share;
             const bool by_segment = threads > 1 && segments > 1 && (few ? !whole : one_head > share);
             const bool all_heads = few && (whole || threads == 1 || (by_segment && segments >= 4 * threads));
             const int step = all_heads ? heads_ : 1;
@@ -454,7 +437,9 @@ private:
         }
     }
 
-    const Arguments& a_;
+    const AttentionOp& op_;
+    const Pool& pool_;
+    const Rows& rows_;
     const int D_, heads_, group_;
     std::vector<Unit> units_;
     std::vector<Task> tasks_;
@@ -467,13 +452,12 @@ private:
 
 using namespace shoal;
 
-SHOAL_EXPORT(shoal_attention)(const float* q, long q_stride, int q_heads, const Pool* pool, const Rows* rows,
-                              float scale, float* out, long out_stride, int threads) {
-    if (!rows->fit(*pool)) return 1;
-    const SHOAL_ISA::Arguments arguments{q, q_stride, *pool, *rows, scale, out, out_stride, q_heads};
-    if (pool->is_bf16)
-        SHOAL_ISA::Kernel<SHOAL_ISA::bf16>(arguments).run(threads);
+SHOAL_EXPORT(shoal_attention)(const void* op, const Rows* rows, int threads) {
+    const auto& attention = *static_cast<const AttentionOp*>(op);
+    if (!rows->fit(*attention.pool)) return 1;
+    if (attention.pool->is_bf16)
+        SHOAL_ISA::Attention<SHOAL_ISA::bf16>(attention, *rows).run(threads);
     else
-        SHOAL_ISA::Kernel<float>(arguments).run(threads);
+        SHOAL_ISA::Attention<float>(attention, *rows).run(threads);
     return 0;
 }

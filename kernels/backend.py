@@ -8,7 +8,7 @@ thread count or the instruction set. `CpuBackend` keeps that promise to the bit,
 rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,27 @@ class Sampling:
     """int64 [T]: the position the drawn token will take"""
 
 
+class Tape(Protocol):
+    """The operations of a layer, recorded before it is known which rows a step will have.
+
+    Tensors are of as many rows as any step may have; a step of fewer computes the first rows.
+    """
+
+    def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None: ...
+
+    def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None: ...
+
+    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None: ...
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None: ...
+
+    def rotate(self, x_THD: Tensor, rotary: Rotary) -> None: ...
+
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None: ...
+
+    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None: ...
+
+
 class Backend(Protocol):
     """The operations. Every `out` may be given (float32, last dimension contiguous) and is returned."""
 
@@ -119,6 +140,10 @@ class Backend(Protocol):
 
     def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
         """softmax(scale * q @ k.T) @ v over positions 0..position of the row's sequence; grouped heads."""
+        ...
+
+    def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
+        """What `layers` puts on a tape, to be run on the same tensors for the rows of any step."""
         ...
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 # Compiled once for each instruction set.
 PER_ISA = ("linear.cpp", "attention.cpp", "rowops.cpp", "sample.cpp")
-COMMON = ("library.cpp", "pool.cpp", "weights.cpp")
+COMMON = ("library.cpp", "pool.cpp", "tape.cpp", "weights.cpp")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # In the order of the link, least first: where objects carry the same inline function of the standard library,
 # the linker keeps the first copy, which then is one that every machine that needs it can run.

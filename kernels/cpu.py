@@ -1,19 +1,19 @@
 """The exact CPU backend: our C++ kernels, called through ctypes, which releases the GIL.
 
-A decode step makes some 250 of these calls, so each does few and cheap things: it checks what would corrupt
-memory and hands over addresses. What describes a whole step or a layer is looked at once.
+An operation becomes a struct of addresses once what would corrupt memory has been checked. It runs at once,
+or is recorded on a tape with others, to run together in one call a step.
 """
 
 from collections.abc import Callable, Sequence
 from ctypes import addressof
-from typing import TypeVar, cast
-from weakref import WeakKeyDictionary, finalize
+from dataclasses import dataclass
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling
+from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling, Tape
 
 # Names the bits, of every instruction set alike. Bump it with any change that alters a bit of any output:
 # computed keys and values are shared under this name.
@@ -23,8 +23,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT32 = torch.float32  # one lookup less in what every call checks
 _MAX_GROUP = 512
 _VECTOR = 16
-
-T = TypeVar("T")
 
 
 class PackedLinear:
@@ -53,6 +51,15 @@ class PackedLinear:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Op:
+    struct: library.Op
+    num_rows: int
+    """Of its tensors: at most so many can be computed."""
+    keeps: tuple[object, ...]
+    """What the struct points to."""
+
+
 class CpuBackend:
     """The same bits whatever the instruction set, the threads and the other rows. Safe for many callers."""
 
@@ -63,7 +70,6 @@ class CpuBackend:
             raise ValueError(f"threads is {threads}; at least 1 is needed")
         self._kernels = library.kernels(isa)
         self._threads = threads
-        self._seen: WeakKeyDictionary[object, object] = WeakKeyDictionary()
 
     @property
     def name(self) -> str:
@@ -88,84 +94,35 @@ class CpuBackend:
         return linear
 
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
-        return self._linear(x_TK, w, out_TN, False, False)
+        self._run(self._kernels.linear, _linear(x_TK, w, out_TN))
+        return out_TN
 
     def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> Tensor:
-        return self._linear(x_TK, w, residual_TN, False, True)
+        self._run(self._kernels.linear, _linear(x_TK, w, residual_TN, add=True))
+        return residual_TN
 
     def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
-        return self._linear(x_TK, gate_up, out_TN, True, False)
-
-    def _linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor, gate_up: bool, add: bool) -> Tensor:
-        if not isinstance(w, PackedLinear) or w.gate_up is not gate_up:
-            raise ValueError(f"{w!r} is not a {'gate-up' if gate_up else 'plain'} matrix of this backend")
-        rows, x_stride = _matrix("x", x_TK, w.num_inputs)
-        out_rows, out_stride = _matrix("out", out_TN, w.num_outputs)
-        if out_rows != rows:
-            raise ValueError(f"x has {rows} rows, out {out_rows}")
-        self._kernels.linear(
-            w.address, x_TK.data_ptr(), x_stride, out_TN.data_ptr(), out_stride, rows, add, self._threads
-        )
+        self._run(self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True))
         return out_TN
 
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
-        size = x_TN.shape[-1]
-        rows, x_stride = _matrix("x", x_TN, size)
-        out_rows, out_stride = _matrix("out", out_TN, size)
-        _expect("weight", weight_N, torch.float32, (size,))
-        if out_rows != rows:
-            raise ValueError(f"x has {rows} rows, out {out_rows}")
-        self._kernels.rms_norm(
-            *(x_TN.data_ptr(), x_stride, weight_N.data_ptr(), eps),
-            *(out_TN.data_ptr(), out_stride, rows, size, self._threads),
-        )
+        self._run(self._kernels.rms_norm, _rms_norm(x_TN, weight_N, eps, out_TN))
         return out_TN
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
-        count, heads, head_size, stride = _heads("x", x_THD)
-        where = self._once(rows, _rows)
-        cos, sin, positions, half = self._once(rotary, _rotary)
-        if count != where.count or 2 * half > head_size:
-            raise ValueError(f"x is {tuple(x_THD.shape)} for {where.count} rows, {2 * half} rotated")
-        failed = self._kernels.rotate(
-            *(x_THD.data_ptr(), stride, heads, head_size, cos, sin, positions, half),
-            *(addressof(where), self._threads),
-        )
-        if failed:
-            raise ValueError(f"a position is outside the {positions} that have an angle")
+        self._run(self._kernels.rotate, _rotate(x_THD, rotary), rows)
 
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
-        where, pool = self._once(rows, _rows), self._once(kv, _pool)
-        shape = (where.count, pool.heads, pool.head_size)
-        *k_shape, k_stride = _heads("k", k_THD)
-        *v_shape, v_stride = _heads("v", v_THD)
-        if tuple(k_shape) != shape or tuple(v_shape) != shape:
-            raise ValueError(f"k is {k_shape} and v {v_shape}; rows and pool need {shape}")
-        failed = self._kernels.store(
-            *(k_THD.data_ptr(), k_stride, v_THD.data_ptr(), v_stride),
-            *(addressof(pool), addressof(where), self._threads),
-        )
-        if failed:
-            raise ValueError("a row's sequence, position or block is outside the table or the pool")
+        self._run(self._kernels.store, _store(k_THD, v_THD, kv), rows)
 
     def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
-        where, pool = self._once(rows, _rows), self._once(kv, _pool)
-        count, heads, head_size, q_stride = _heads("q", q_THD)
-        *out_shape, out_stride = _heads("out", out_THD)
-        if out_shape != [count, heads, head_size] or count != where.count or head_size != pool.head_size:
-            raise ValueError(
-                f"q is {tuple(q_THD.shape)} and out {tuple(out_THD.shape)} for {where.count} rows "
-                f"and heads of {pool.head_size}"
-            )
-        if heads % pool.heads or heads // pool.heads > _MAX_GROUP:
-            raise ValueError(f"{heads} query heads cannot share {pool.heads} key/value heads")
-        failed = self._kernels.attention(
-            *(q_THD.data_ptr(), q_stride, heads, addressof(pool), addressof(where), scale),
-            *(out_THD.data_ptr(), out_stride, self._threads),
-        )
-        if failed:
-            raise ValueError("a row's sequence, position or block is outside the table or the pool")
+        self._run(self._kernels.attention, _attention(q_THD, kv, scale, out_THD), rows)
         return out_THD
+
+    def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
+        tape = CpuTape(self._kernels)
+        layers(tape)
+        return tape.close(self._threads)
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
         vocabulary = logits_TV.shape[-1]
@@ -185,12 +142,121 @@ class CpuBackend:
         )
         return token_T
 
-    def _once(self, key: object, look: Callable[..., T]) -> T:
-        """What `look` makes of a frozen argument: checked when first seen, kept as long as that lives."""
-        found = self._seen.get(key)
-        if found is None:
-            found = self._seen[key] = look(key)
-        return cast(T, found)
+    def _run(self, kernel: library.Function, op: Op, rows: Rows | None = None) -> None:
+        where = library.Rows(count=op.num_rows) if rows is None else _rows(rows)
+        if where.count != op.num_rows:
+            raise ValueError(f"tensors of {op.num_rows} rows for {where.count}")
+        _raise_if(kernel(addressof(op.struct), addressof(where), self._threads))
+
+
+class CpuTape:
+    """Records operations; holds what they point to."""
+
+    def __init__(self, kernels: library.Kernels) -> None:
+        self._kernels = kernels
+        self._recorded: list[tuple[library.Function, Op]] = []
+
+    def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None:
+        self._recorded.append((self._kernels.linear, _linear(x_TK, w, out_TN)))
+
+    def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None:
+        self._recorded.append((self._kernels.linear, _linear(x_TK, w, residual_TN, add=True)))
+
+    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
+        self._recorded.append((self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True)))
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None:
+        self._recorded.append((self._kernels.rms_norm, _rms_norm(x_TN, weight_N, eps, out_TN)))
+
+    def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
+        self._recorded.append((self._kernels.rotate, _rotate(x_THD, rotary)))
+
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
+        self._recorded.append((self._kernels.store, _store(k_THD, v_THD, kv)))
+
+    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None:
+        self._recorded.append((self._kernels.attention, _attention(q_THD, kv, scale, out_THD)))
+
+    def close(self, threads: int) -> Callable[[Rows], None]:
+        recorded, run_tape = tuple(self._recorded), library.load().shoal_run_tape
+        most = min((op.num_rows for _, op in recorded), default=0)
+        calls = (library.Call * len(recorded))(*(library.Call(kernel, op.struct) for kernel, op in recorded))
+
+        def run(rows: Rows) -> None:
+            where = _rows(rows)
+            if where.count > most:
+                raise ValueError(f"{where.count} rows for a tape of {most}")
+            _raise_if(run_tape(addressof(calls), len(recorded), addressof(where), threads))
+
+        return run
+
+
+def _raise_if(failed: int) -> None:
+    if failed:
+        raise ValueError("a row's sequence, position or block is outside the table, the pool or the angles")
+
+
+def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate_up: bool = False, add: bool = False) -> Op:
+    if not isinstance(w, PackedLinear) or w.gate_up is not gate_up:
+        raise ValueError(f"{w!r} is not a {'gate-up' if gate_up else 'plain'} matrix of this backend")
+    rows, x_stride = _matrix("x", x_TK, w.num_inputs)
+    out_rows, out_stride = _matrix("out", out_TN, w.num_outputs)
+    if out_rows != rows:
+        raise ValueError(f"x has {rows} rows, out {out_rows}")
+    struct = library.LinearOp(w.address, x_TK.data_ptr(), x_stride, out_TN.data_ptr(), out_stride, add)
+    return Op(struct, rows, (x_TK, w, out_TN))
+
+
+def _rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Op:
+    size = x_TN.shape[-1]
+    rows, x_stride = _matrix("x", x_TN, size)
+    out_rows, out_stride = _matrix("out", out_TN, size)
+    _expect("weight", weight_N, torch.float32, (size,))
+    if out_rows != rows:
+        raise ValueError(f"x has {rows} rows, out {out_rows}")
+    struct = library.RmsNormOp(
+        *(x_TN.data_ptr(), x_stride, weight_N.data_ptr(), out_TN.data_ptr(), out_stride, size, eps)
+    )
+    return Op(struct, rows, (x_TN, weight_N, out_TN))
+
+
+def _rotate(x_THD: Tensor, rotary: Rotary) -> Op:
+    rows, heads, head_size, stride = _heads("x", x_THD)
+    positions, half = rotary.cos.shape
+    _expect("cos", rotary.cos, torch.float32, (positions, half))
+    _expect("sin", rotary.sin, torch.float32, (positions, half))
+    if 2 * half > head_size:
+        raise ValueError(f"{2 * half} of {head_size} cannot be rotated")
+    struct = library.RotateOp(
+        *(x_THD.data_ptr(), stride, heads, head_size),
+        *(rotary.cos.data_ptr(), rotary.sin.data_ptr(), positions, half),
+    )
+    return Op(struct, rows, (x_THD, rotary))
+
+
+def _store(k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> Op:
+    pool = _pool(kv)
+    *k_shape, k_stride = _heads("k", k_THD)
+    *v_shape, v_stride = _heads("v", v_THD)
+    if k_shape != v_shape or k_shape[1:] != [pool.heads, pool.head_size]:
+        raise ValueError(f"k is {k_shape}, v {v_shape}; the pool has {pool.heads} heads of {pool.head_size}")
+    struct = library.StoreOp(k_THD.data_ptr(), k_stride, v_THD.data_ptr(), v_stride, addressof(pool))
+    return Op(struct, k_shape[0], (k_THD, v_THD, kv, pool))
+
+
+def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> Op:
+    pool = _pool(kv)
+    *q_shape, q_stride = _heads("q", q_THD)
+    *out_shape, out_stride = _heads("out", out_THD)
+    rows, heads, head_size = q_shape
+    if out_shape != q_shape or head_size != pool.head_size:
+        raise ValueError(f"q is {q_shape} and out {out_shape}; the pool has heads of {pool.head_size}")
+    if heads % pool.heads or heads // pool.heads > _MAX_GROUP:
+        raise ValueError(f"{heads} query heads cannot share {pool.heads} key/value heads")
+    struct = library.AttentionOp(
+        *(q_THD.data_ptr(), q_stride, addressof(pool), out_THD.data_ptr(), out_stride, heads, scale)
+    )
+    return Op(struct, rows, (q_THD, kv, pool, out_THD))
 
 
 def _rows(rows: Rows) -> library.Rows:
@@ -200,13 +266,6 @@ def _rows(rows: Rows) -> library.Rows:
     _expect("table", rows.table_SN, torch.int32, (sequences, width))
     pointers = (rows.sequence_T.data_ptr(), rows.position_T.data_ptr(), rows.table_SN.data_ptr())
     return library.Rows(*pointers, count, sequences, width)
-
-
-def _rotary(rotary: Rotary) -> tuple[int, int, int, int]:
-    positions, half = rotary.cos.shape
-    _expect("cos", rotary.cos, torch.float32, (positions, half))
-    _expect("sin", rotary.sin, torch.float32, (positions, half))
-    return rotary.cos.data_ptr(), rotary.sin.data_ptr(), positions, half
 
 
 def _pool(kv: LayerKV) -> library.Pool:

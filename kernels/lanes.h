@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -71,17 +72,34 @@ inline Sums operator+(Sums s, V v) {
 }
 inline void store(double* p, Sums s) { _mm512_storeu_pd(p, s.a), _mm512_storeu_pd(p + 8, s.b); }
 
-// Even and odd k of a bf16 pair (lane i: the low half of word i is even, the high half odd).
-inline V load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
-inline V load_odd(const bf16* p) {
-    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
+// The two bf16 of each word: the low half is even, the high half odd.
+inline V even(V words) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(words.x), 16))}; }
+inline V odd(V words) {
+    return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words.x), _mm512_set1_epi32(int(0xffff0000))))};
+}
+inline V load_words(const bf16* p) { return {_mm512_loadu_ps(p)}; }
+
+// See transpose() below, for 32-bit words.
+template <class T> inline void transpose_words(const T* const* rows, long at, V (&out)[4]) {
+    auto words = [&](int row) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + at)); };
+    __m512 x[4];  // rows i, i + 4, i + 8, i + 12
+    UNROLL for (int i = 0; i < 4; i++) {
+        x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(words(i)), words(i + 4), 1);
+        x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], words(i + 8), 2), words(i + 12), 3);
+    }
+    const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
+    const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
+    out[0] = {_mm512_shuffle_ps(a, c, 0x44)}, out[1] = {_mm512_shuffle_ps(a, c, 0xEE)};
+    out[2] = {_mm512_shuffle_ps(b, d, 0x44)}, out[3] = {_mm512_shuffle_ps(b, d, 0xEE)};
 }
 
 // acc = fma(x, w, acc) that keeps acc in its register: left to choose, GCC 12 overwrites the broadcast instead, runs
 // out of registers and spills.
 inline void fma_into(V& acc, V x, V w) { asm("vfmadd231ps %2, %1, %0" : "+v"(acc.x) : "v"(x.x), "v"(w.x)); }
-// Keeps a value in its register: GCC otherwise folds the load into every fma that uses it.
-inline void hold(V& v) { asm("" : "+v"(v.x)); }
+// The same with splat(*x), where x is used once.
+inline void fma_splat(V& acc, const float* x, V w) {
+    asm("vfmadd231ps %2%{1to16%}, %1, %0" : "+v"(acc.x) : "v"(w.x), "m"(*x));
+}
 
 #elif defined(__AVX2__)
 
@@ -134,21 +152,35 @@ inline void store(double* p, Sums s) {
     _mm256_storeu_pd(p, s.a), _mm256_storeu_pd(p + 4, s.b), _mm256_storeu_pd(p + 8, s.c), _mm256_storeu_pd(p + 12, s.d);
 }
 
-inline __m256i words(const bf16* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline V load_even(const bf16* p) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(words(p), 16)),
-            _mm256_castsi256_ps(_mm256_slli_epi32(words(p + 16), 16))};
+inline __m256 even(__m256 words) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(words), 16));
 }
-inline V load_odd(const bf16* p) {
-    const __m256i high = _mm256_set1_epi32(int(0xffff0000));
-    return {_mm256_castsi256_ps(_mm256_and_si256(words(p), high)),
-            _mm256_castsi256_ps(_mm256_and_si256(words(p + 16), high))};
+inline __m256 odd(__m256 words) {
+    return _mm256_and_ps(words, _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000))));
+}
+inline V even(V words) { return {even(words.a), even(words.b)}; }
+inline V odd(V words) { return {odd(words.a), odd(words.b)}; }
+inline V load_words(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
+
+template <class T> inline void transpose_words(const T* const* rows, long at, __m256 (&out)[4]) {
+    auto words = [&](int row) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + at)); };
+    __m256 x[4];  // rows i, i + 4
+    UNROLL for (int i = 0; i < 4; i++) x[i] = _mm256_set_m128(words(i + 4), words(i));
+    const __m256 a = _mm256_unpacklo_ps(x[0], x[1]), b = _mm256_unpackhi_ps(x[0], x[1]);
+    const __m256 c = _mm256_unpacklo_ps(x[2], x[3]), d = _mm256_unpackhi_ps(x[2], x[3]);
+    out[0] = _mm256_shuffle_ps(a, c, 0x44), out[1] = _mm256_shuffle_ps(a, c, 0xEE);
+    out[2] = _mm256_shuffle_ps(b, d, 0x44), out[3] = _mm256_shuffle_ps(b, d, 0xEE);
+}
+template <class T> inline void transpose_words(const T* const* rows, long at, V (&out)[4]) {
+    __m256 low[4], high[4];
+    transpose_words(rows, at, low), transpose_words(rows + 8, at, high);
+    UNROLL for (int i = 0; i < 4; i++) out[i] = {low[i], high[i]};
 }
 inline void fma_into(V& acc, V x, V w) {
     asm("vfmadd231ps %2, %1, %0" : "+x"(acc.a) : "x"(x.a), "x"(w.a));
     asm("vfmadd231ps %2, %1, %0" : "+x"(acc.b) : "x"(x.b), "x"(w.b));
 }
-inline void hold(V& v) { asm("" : "+x"(v.a), "+x"(v.b)); }
+inline void fma_splat(V& acc, const float* x, V w) { fma_into(acc, splat(*x), w); }
 
 #else
 
@@ -195,10 +227,16 @@ inline Sums operator+(Sums s, V v) {
     return s;
 }
 inline void store(double* p, Sums s) { for (int i = 0; i < LANES; i++) p[i] = s.lane[i]; }
-inline V load_even(const bf16* p) { EACH_LANE(widen(p[2 * i])); }
-inline V load_odd(const bf16* p) { EACH_LANE(widen(p[2 * i + 1])); }
+struct Words { uint32_t lane[LANES]; };
+inline Words load_words(const bf16* p) {
+    Words words;
+    std::memcpy(&words, p, sizeof words);
+    return words;
+}
+inline V even(Words words) { EACH_LANE(std::bit_cast<float>(words.lane[i] << 16)); }
+inline V odd(Words words) { EACH_LANE(std::bit_cast<float>(words.lane[i] & 0xffff0000)); }
 inline void fma_into(V& acc, V x, V w) { acc = fma(x, w, acc); }
-inline void hold(V&) {}
+inline void fma_splat(V& acc, const float* x, V w) { acc = fma(splat(*x), w, acc); }
 #undef EACH_LANE
 
 #endif
@@ -230,9 +268,24 @@ inline float largest(V v) {
 }
 #endif
 
-// Makes the compiler forget where a pointer came from: it then reads through it once instead of keeping many
-// addresses in registers.
-inline void hold(const float*& p) { asm volatile("" : "+r"(p)); }
+// Sixteen bytes of each of sixteen rows, transposed and widened: lane i of out[d] is rows[i][at + d].
+template <class T> constexpr int PIECE = 16 / sizeof(T);
+#if defined(__AVX2__)
+inline void transpose(const float* const* rows, long at, V (&out)[4]) { transpose_words(rows, at, out); }
+inline void transpose(const bf16* const* rows, long at, V (&out)[8]) {
+    V words[4];
+    transpose_words(rows, at, words);
+    UNROLL for (int i = 0; i < 4; i++) out[2 * i] = even(words[i]), out[2 * i + 1] = odd(words[i]);
+}
+#else
+template <class T> inline void transpose(const T* const* rows, long at, V (&out)[PIECE<T>]) {
+    for (int d = 0; d < PIECE<T>; d++)
+        for (int i = 0; i < LANES; i++) out[d].lane[i] = widen(rows[i][at + d]);
+}
+#endif
+
+// Keeps a pointer in a register of its own: GCC otherwise derives it from others, in more registers than there are.
+inline void hold(const float*& p) { asm("" : "+r"(p)); }
 
 inline V lane_numbers() {
     static constexpr float numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};

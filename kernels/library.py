@@ -8,6 +8,7 @@ from ctypes import c_float, c_int, c_long, c_void_p
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from shoal.kernels import build
 
@@ -16,6 +17,9 @@ CARRIED = Path(__file__).parent / "_kernels.so"
 
 class KernelsUnavailable(Exception):
     """No compiled kernels here and none can be built; the message is one line."""
+
+
+_P, _L, _I, _F = c_void_p, c_long, c_int, c_float  # plain addresses: converting anything richer takes longer
 
 
 # `Pool` and `Rows` of paged.h.
@@ -34,16 +38,51 @@ class Rows(ctypes.Structure):
     )
 
 
-Function = Callable[..., int]
+# The operations of ops.h.
+class LinearOp(ctypes.Structure):
+    _fields_ = (("w", _P), ("x", _P), ("x_stride", _L), ("y", _P), ("y_stride", _L), ("add", _I))
 
-# Pointers are plain addresses: converting anything richer costs more than a small kernel.
-_P, _L, _I, _F = c_void_p, c_long, c_int, c_float
+
+class RmsNormOp(ctypes.Structure):
+    _fields_ = (
+        *(("x", _P), ("x_stride", _L), ("weight", _P)),
+        *(("out", _P), ("out_stride", _L), ("size", _L), ("eps", _F)),
+    )
+
+
+class RotateOp(ctypes.Structure):
+    _fields_ = (
+        *(("x", _P), ("x_stride", _L), ("heads", _L), ("head_size", _L)),
+        *(("cosines", _P), ("sines", _P), ("positions", _L), ("half", _L)),
+    )
+
+
+class StoreOp(ctypes.Structure):
+    _fields_ = (("k", _P), ("k_stride", _L), ("v", _P), ("v_stride", _L), ("pool", _P))
+
+
+class AttentionOp(ctypes.Structure):
+    _fields_ = (
+        *(("q", _P), ("q_stride", _L), ("pool", _P), ("out", _P), ("out_stride", _L)),
+        *(("q_heads", _I), ("scale", _F)),
+    )
+
+
+Function = Callable[..., int]
+Op = LinearOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
+
+
+# What a tape holds, see tape.cpp.
+class Call(ctypes.Structure):
+    _fields_ = (("kernel", _P), ("op", _P))
+
+    def __init__(self, kernel: Function, op: Op) -> None:
+        """`op` must outlive it."""
+        super().__init__(ctypes.cast(cast(Any, kernel), _P), ctypes.addressof(op))
+
+
 _PER_ISA: dict[str, tuple[type, ...]] = {
-    "linear": (_P, _P, _L, _P, _L, _L, _I, _I),
-    "rms_norm": (_P, _L, _P, _F, _P, _L, _L, _L, _I),
-    "rotate": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _I),
-    "store": (_P, _L, _P, _L, _P, _P, _I),
-    "attention": (_P, _L, _I, _P, _P, _F, _P, _L, _I),
+    **dict.fromkeys(("linear", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
     "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _I),
 }
 
@@ -89,6 +128,7 @@ def load() -> ctypes.CDLL:
     library.shoal_linear_fill.argtypes, library.shoal_linear_fill.restype = (_P, _I, _L, _L, _P, _L, _I), None
     library.shoal_linear_num_bytes.argtypes, library.shoal_linear_num_bytes.restype = (_P,), _L
     library.shoal_linear_free.argtypes, library.shoal_linear_free.restype = (_P,), None
+    library.shoal_run_tape.argtypes, library.shoal_run_tape.restype = (_P, _L, _P, _I), _I
     return library
 
 

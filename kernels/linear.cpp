@@ -8,8 +8,8 @@
 #include <type_traits>
 
 #include "lanes.h"
+#include "ops.h"
 #include "pool.h"
-#include "weights.h"
 
 namespace shoal::SHOAL_ISA {
 namespace {
@@ -29,7 +29,8 @@ template <class T> struct Ahead { const T* at; int every; };
 template <int sub> V load_weights(const float* w) { return load(w + sub * LANES); }
 template <int sub> V load_weights(const f16* w) { return load(w + sub * LANES); }
 template <int sub> V load_weights(const bf16* w) {
-    return sub % 2 ? load_odd(w + sub / 2 * 2 * LANES) : load_even(w + sub / 2 * 2 * LANES);
+    const auto words = load_words(w + sub / 2 * 2 * LANES);
+    return sub % 2 ? odd(words) : even(words);
 }
 
 // sums[p][r] += x[r][k] * w[p][k] for k = 0..depth-1 in order: R rows by P panels held in registers. Sums are exact
@@ -42,29 +43,36 @@ template <class T, int R, int P>
         UNROLL for (int p = 0; p < P; p++)
             acc[r][p] = first_pass ? splat(0) : load(sums + p * panel_stride + r * LANES);
 
-    auto step = [&]<int sub>(std::integral_constant<int, sub>, long k) __attribute__((always_inline)) {
-        UNROLL for (int p = 0; p < P; p++) {
-            const V weights = load_weights<sub>(w + p / 2 * pair_size + p % 2 * 64);
-            UNROLL for (int r = 0; r < R; r++) fma_into(acc[r][p], splat(x[r * x_stride + k + sub]), weights);
+    // A register that all panels of a step multiply with one x is free again for the next x: 24 sums, the weights and
+    // one x fit. Three rows to a pointer are what an address can reach without arithmetic.
+    const float* rows[(R + 2) / 3];
+    UNROLL for (int i = 0; i < (R + 2) / 3; i++) rows[i] = x + 3 * i * x_stride;
+    auto step = [&]<int sub>(std::integral_constant<int, sub>) __attribute__((always_inline)) {
+        V weights[P];
+        UNROLL for (int p = 0; p < P; p++) weights[p] = load_weights<sub>(w + p / 2 * pair_size + p % 2 * 64);
+        UNROLL for (int r = 0; r < R; r++) {
+            const V xs = splat(rows[r / 3][r % 3 * x_stride + sub]);
+            UNROLL for (int p = 0; p < P; p++) fma_into(acc[r][p], xs, weights[p]);
         }
     };
     constexpr std::integral_constant<int, 0> k0;
     constexpr std::integral_constant<int, 1> k1;
     constexpr std::integral_constant<int, 2> k2;
     constexpr std::integral_constant<int, 3> k3;
-    long k = 0;
-    for (int wait = ahead.every; k + 4 <= depth; k += 4, w += 128) {
+    long left = depth;
+    for (int wait = ahead.every; left >= 4; left -= 4, w += 128) {
         if (--wait == 0) {
             UNROLL for (int p = 0; p < P; p++)
                 UNROLL for (int i = 0; i < 64; i += 64 / int(sizeof(T)))
                     __builtin_prefetch(ahead.at + p / 2 * pair_size + p % 2 * 64 + i, 0, 2);
             ahead.at += 128, wait = ahead.every;
         }
-        step(k0, k), step(k1, k), step(k2, k), step(k3, k);
+        step(k0), step(k1), step(k2), step(k3);
+        UNROLL for (auto& row : rows) row += 4, hold(row);
     }
-    if (k < depth) step(k0, k);
-    if (k + 1 < depth) step(k1, k);
-    if (k + 2 < depth) step(k2, k);
+    if (left > 0) step(k0);
+    if (left > 1) step(k1);
+    if (left > 2) step(k2);
 
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int p = 0; p < P; p++) store(sums + p * panel_stride + r * LANES, acc[r][p]);
@@ -86,15 +94,6 @@ template <class T, int P> Tile<T> tile_of(long rows) {
 template <class T> Tile<T> tile_of(long rows, long panels) {
     return panels == 4 ? tile_of<T, 4>(rows) : panels == 2 ? tile_of<T, 2>(rows) : tile_of<T, 1>(rows);
 }
-
-struct Call {
-    const Linear& w;
-    const float* x;
-    long x_stride;
-    float* y;
-    long y_stride;
-    bool add;
-};
 
 // All k of `panels` panels from `panel` on, for x's rows.
 template <class T>
@@ -119,29 +118,29 @@ void multiply(const Linear& w, long panel, long panels, const float* x, long x_s
     }
 }
 
-void finish(const Call& c, long panel, long panels, long row, long rows, const float* sums) {
-    const long panel_stride = rows * LANES, step = c.w.gate_up ? 2 : 1;
+void finish(const LinearOp& c, long panel, long panels, long row, long rows, const float* sums) {
+    const long panel_stride = rows * LANES, step = c.w->gate_up ? 2 : 1;
     for (long r = 0; r < rows; r++) {
         float* y = c.y + (row + r) * c.y_stride;
         for (long p = 0; p < panels; p += step) {
             const float* s = sums + p * panel_stride + r * LANES;
-            const long n = (panel + p) / step * LANES, left = c.w.num_outputs - n;
+            const long n = (panel + p) / step * LANES, left = c.w->num_outputs - n;
             V v = load(s);
-            if (c.w.gate_up) v = silu(v) * load(s + panel_stride);
+            if (c.w->gate_up) v = silu(v) * load(s + panel_stride);
             if (c.add) v = load_part(y + n, left) + v;
             store_part(y + n, v, left);
         }
     }
 }
 
-template <class T> void block(const Call& c, long row, long rows, long panel, long end) {
+template <class T> void block(const LinearOp& c, long row, long rows, long panel, long end) {
     alignas(64) float sums[GROUP * MAX_ROWS * LANES];
     for (long group = panel; group < end; group += GROUP) {
         const long panels = std::min(GROUP, end - group);
         for (long p = 0; p < panels;) {
             long together = std::min(panels_per_tile(rows), panels - p);
             if (together == 3) together = 2;
-            multiply<T>(c.w, group + p, together, c.x + row * c.x_stride, c.x_stride, rows,
+            multiply<T>(*c.w, group + p, together, c.x + row * c.x_stride, c.x_stride, rows,
                         sums + p * rows * LANES);
             p += together;
         }
@@ -149,9 +148,9 @@ template <class T> void block(const Call& c, long row, long rows, long panel, lo
     }
 }
 
-template <class T> void run(const Call& c, long rows, int threads) {
+template <class T> void run(const LinearOp& c, long rows, int threads) {
     // Work items: blocks of rows by runs of panels, an even number each.
-    const long panels = c.w.panels(), blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
+    const long panels = c.w->panels(), blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
     long run = blocks > 1 ? 12 : std::max(2L, panels / threads / 2 * 2);
     if (threads == 1) run = panels;
     const long runs = (panels + run - 1) / run;
@@ -166,13 +165,12 @@ template <class T> void run(const Call& c, long rows, int threads) {
 
 using namespace shoal;
 
-SHOAL_EXPORT(shoal_linear)(const Linear* w, const float* x, long x_stride, float* y, long y_stride, long rows, int add,
-                           int threads) {
-    const SHOAL_ISA::Call call{*w, x, x_stride, y, y_stride, add != 0};
-    switch (w->dtype) {
-        case Dtype::f32: SHOAL_ISA::run<float>(call, rows, threads); break;
-        case Dtype::bf16: SHOAL_ISA::run<SHOAL_ISA::bf16>(call, rows, threads); break;
-        case Dtype::f16: SHOAL_ISA::run<SHOAL_ISA::f16>(call, rows, threads); break;
+SHOAL_EXPORT(shoal_linear)(const void* op, const Rows* rows, int threads) {
+    const auto& linear = *static_cast<const LinearOp*>(op);
+    switch (linear.w->dtype) {
+        case Dtype::f32: SHOAL_ISA::run<float>(linear, rows->count, threads); break;
+        case Dtype::bf16: SHOAL_ISA::run<SHOAL_ISA::bf16>(linear, rows->count, threads); break;
+        case Dtype::f16: SHOAL_ISA::run<SHOAL_ISA::f16>(linear, rows->count, threads); break;
     }
     return 0;
 }

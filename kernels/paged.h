@@ -1,4 +1,4 @@
-// The paged key/value pool of one layer, and where a step's rows stand in it. Mirrored by ctypes in cpu.py.
+// The paged key/value pool of one layer, and where a step's rows stand in it. Mirrored by ctypes in library.py.
 #pragma once
 
 namespace shoal {

@@ -1,12 +1,12 @@
 """Plain torch beside every operation: the readable truth, and what serves without compiled kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling
+from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling, Tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +103,12 @@ class TorchBackend:
             out_THD[mine] = torch.einsum("hqn,nhd->qhd", weight_HQN, v_NHD)
         return out_THD
 
+    def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
+        def run(rows: Rows) -> None:
+            layers(TorchTape(self, rows))
+
+        return run
+
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
         """See sample.cpp for the words. Sums are exact there and here, so the tokens are the same."""
         logits_TV = logits_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -132,6 +138,38 @@ class TorchBackend:
 
     def _to_float(self, weight: Tensor) -> Tensor:
         return weight.to(self._device, torch.float32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchTape:
+    """Computes what is recorded, for the rows of one step."""
+
+    backend: TorchBackend
+    rows: Rows
+
+    def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None:
+        self.backend.linear(self._first(x_TK), w, self._first(out_TN))
+
+    def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None:
+        self.backend.add_linear(self._first(x_TK), w, self._first(residual_TN))
+
+    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
+        self.backend.silu_mul_linear(self._first(x_TK), gate_up, self._first(out_TN))
+
+    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None:
+        self.backend.rms_norm(self._first(x_TN), weight_N, eps, self._first(out_TN))
+
+    def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
+        self.backend.rotate(self._first(x_THD), rotary, self.rows)
+
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
+        self.backend.store(self._first(k_THD), self._first(v_THD), kv, self.rows)
+
+    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None:
+        self.backend.attention(self._first(q_THD), kv, self.rows, scale, self._first(out_THD))
+
+    def _first(self, x: Tensor) -> Tensor:
+        return x[: len(self.rows.sequence_T)]
 
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]:

@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "lanes.h"
-#include "paged.h"
+#include "ops.h"
 #include "pool.h"
 
 namespace shoal::SHOAL_ISA {
@@ -31,10 +31,10 @@ void rotate(float* x, const float* cosines, const float* sines, long half) {
 using namespace shoal;
 using namespace shoal::SHOAL_ISA;
 
-// out = x / sqrt(mean(x^2) + eps) * weight. Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
-SHOAL_EXPORT(shoal_rms_norm)(const float* x, long x_stride, const float* weight, float eps, float* out, long out_stride,
-                             long rows, long size, int threads) {
-    parallel_rows(threads, rows, size, [=](long t) {
+// Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
+SHOAL_EXPORT(shoal_rms_norm)(const void* op, const Rows* rows, int threads) {
+    const auto [x, x_stride, weight, out, out_stride, size, eps] = *static_cast<const RmsNormOp*>(op);
+    parallel_rows(threads, rows->count, size, [=](long t) {
         const float* from = x + t * x_stride;
         float* to = out + t * out_stride;
         V squares = splat(0);
@@ -49,9 +49,8 @@ SHOAL_EXPORT(shoal_rms_norm)(const float* x, long x_stride, const float* weight,
     return 0;
 }
 
-// Rotates pairs (i, i + half) of each head by its row's angle, in place. cosines, sines: [positions, half].
-SHOAL_EXPORT(shoal_rotate)(float* x, long x_stride, long heads, long head_size, const float* cosines,
-                           const float* sines, long positions, long half, const Rows* rows, int threads) {
+SHOAL_EXPORT(shoal_rotate)(const void* op, const Rows* rows, int threads) {
+    const auto [x, x_stride, heads, head_size, cosines, sines, positions, half] = *static_cast<const RotateOp*>(op);
     for (long t = 0; t < rows->count; t++)
         if (rows->position[t] < 0 || rows->position[t] >= positions) return 1;
     parallel_rows(threads, rows->count, heads * head_size, [=](long t) {
@@ -62,9 +61,8 @@ SHOAL_EXPORT(shoal_rotate)(float* x, long x_stride, long heads, long head_size, 
     return 0;
 }
 
-// Writes each row's keys and values to its place in the pool, in the pool's type.
-SHOAL_EXPORT(shoal_store)(const float* k, long k_stride, const float* v, long v_stride, const Pool* pool,
-                          const Rows* rows, int threads) {
+SHOAL_EXPORT(shoal_store)(const void* op, const Rows* rows, int threads) {
+    const auto [k, k_stride, v, v_stride, pool] = *static_cast<const StoreOp*>(op);
     if (!rows->fit(*pool)) return 1;
     const long size = long(pool->heads) * pool->head_size;
     auto write = [=](void* to, long at, const float* from) {

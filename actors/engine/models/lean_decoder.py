@@ -5,6 +5,7 @@ row depends on that row alone. So a token's logits are the same bits in a prompt
 other requests.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig
 from shoal.actors.engine.models.weights import CheckpointTensors
-from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows
+from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +72,8 @@ def _layer(tensors: CheckpointTensors, prefix: str, backend: Backend) -> Layer:
 class LeanDecoder:
     """Computes hidden states and logits of a step's packed rows.
 
-    Its buffers are allocated once for `max_rows` rows, so a step allocates nothing that grows with it; what
-    it returns is overwritten by the next call.
+    Its buffers are allocated once for `max_rows` rows, so a step allocates nothing that grows with it, and
+    its layers are recorded once over them. What a call returns is overwritten by the next.
     """
 
     def __init__(
@@ -89,17 +90,15 @@ class LeanDecoder:
         self._weights = weights
         self._rotary = rotary
         self._backend = backend
-        attention = config.num_heads * config.head_dim
-        self._num_qk_heads = config.num_heads + config.num_kv_heads
-        num_qkv_heads = self._num_qk_heads + config.num_kv_heads
+        self._recorded: tuple[tuple[LayerKV, ...], Callable[[Rows], None]] | None = None
 
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=torch.float32, device=rotary.cos.device)
 
         self._residual = buffer(max_rows, config.hidden_size)
         self._normed = buffer(max_rows, config.hidden_size)
-        self._qkv = buffer(max_rows, num_qkv_heads * config.head_dim)
-        self._attended = buffer(max_rows, attention)
+        self._qkv = buffer(max_rows, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        self._attended = buffer(max_rows, config.num_heads * config.head_dim)
         self._mlp = buffer(max_rows, config.intermediate_size)
         self._logits = buffer(max_logits, config.vocab_size)
 
@@ -108,30 +107,33 @@ class LeanDecoder:
 
         token_ids_T: int64 [T], T at most max_rows.
         """
-        config, backend, weights = self._config, self._backend, self._weights
-        num_rows = token_ids_T.shape[0]
-        x, normed = self._residual[:num_rows], self._normed[:num_rows]
-        qkv, attended, mlp = self._qkv[:num_rows], self._attended[:num_rows], self._mlp[:num_rows]
-        qkv_THD = qkv.view(num_rows, -1, config.head_dim)
-        qk_THD = qkv_THD[:, : self._num_qk_heads]
-        q_THD = qkv_THD[:, : config.num_heads]
-        k_THD = qkv_THD[:, config.num_heads : self._num_qk_heads]
-        v_THD = qkv_THD[:, self._num_qk_heads :]
-        attended_THD = attended.view(num_rows, config.num_heads, config.head_dim)
+        x = self._residual[: token_ids_T.shape[0]]
+        x.copy_(self._weights.embedding_VN[token_ids_T])
+        if self._recorded is None or self._recorded[0] is not kv:  # once for each pool, that is
+            self._recorded = kv, self._backend.record(lambda tape: self._layers(tape, kv))
+        self._recorded[1](rows)
+        return x
+
+    def _layers(self, tape: Tape, kv: tuple[LayerKV, ...]) -> None:
+        """The model, on all rows of the buffers: a step of fewer rows computes its own."""
+        config, x, normed = self._config, self._residual, self._normed
+        qkv_THD = self._qkv.view(len(x), -1, config.head_dim)
+        first_v = config.num_heads + config.num_kv_heads
+        qk_THD, v_THD = qkv_THD[:, :first_v], qkv_THD[:, first_v:]
+        q_THD, k_THD = qk_THD[:, : config.num_heads], qk_THD[:, config.num_heads :]
+        attended_THD = self._attended.view(len(x), config.num_heads, config.head_dim)
         scale = config.head_dim**-0.5
 
-        x.copy_(weights.embedding_VN[token_ids_T])
-        for layer, layer_kv in zip(weights.layers, kv, strict=True):
-            backend.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)
-            backend.linear(normed, layer.qkv, qkv)
-            backend.rotate(qk_THD, self._rotary, rows)
-            backend.store(k_THD, v_THD, layer_kv, rows)
-            backend.attention(q_THD, layer_kv, rows, scale, attended_THD)
-            backend.add_linear(attended, layer.attention_out, x)
-            backend.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
-            backend.silu_mul_linear(normed, layer.gate_up, mlp)
-            backend.add_linear(mlp, layer.down, x)
-        return x
+        for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
+            tape.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)
+            tape.linear(normed, layer.qkv, self._qkv)
+            tape.rotate(qk_THD, self._rotary)
+            tape.store(k_THD, v_THD, layer_kv)
+            tape.attention(q_THD, layer_kv, scale, attended_THD)
+            tape.add_linear(self._attended, layer.attention_out, x)
+            tape.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
+            tape.silu_mul_linear(normed, layer.gate_up, self._mlp)
+            tape.add_linear(self._mlp, layer.down, x)
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
         """float32 [R, vocab_size] of R rows of hidden states, R at most max_logits."""

@@ -1,0 +1,55 @@
+// The operations of a decoder step as data: a kernel is called with one of these, where the step's rows stand, and a
+// number of threads. Mirrored by ctypes in library.py.
+#pragma once
+#include "paged.h"
+#include "weights.h"
+
+namespace shoal {
+
+// 1 means that a row's position, sequence or block is out of range; nothing was written then.
+using Kernel = int (*)(const void* op, const Rows* rows, int threads);
+
+struct LinearOp {  // y = x w^T; silu(gate) * up of a gate-up matrix; added to y
+    const Linear* w;
+    const float* x;
+    long x_stride;
+    float* y;
+    long y_stride;
+    int add;
+};
+
+struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight
+    const float* x;
+    long x_stride;
+    const float* weight;
+    float* out;
+    long out_stride, size;
+    float eps;
+};
+
+struct RotateOp {  // pairs (i, i + half) of each head by its row's angle, in place
+    float* x;
+    long x_stride, heads, head_size;
+    const float *cosines, *sines;  // [positions, half]
+    long positions, half;
+};
+
+struct StoreOp {  // each row's keys and values to its place in the pool, in the pool's type
+    const float* k;
+    long k_stride;
+    const float* v;
+    long v_stride;
+    const Pool* pool;
+};
+
+struct AttentionOp {
+    const float* q;
+    long q_stride;
+    const Pool* pool;
+    float* out;
+    long out_stride;
+    int q_heads;
+    float scale;
+};
+
+}  // namespace shoal

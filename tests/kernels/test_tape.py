@@ -1,0 +1,93 @@
+"""A tape computes what its operations compute one by one, for as many rows as a step has."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
+from tests.kernels.helpers import BEST, REFERENCE, rows, same_bits
+
+MAX_ROWS, SIZE, HEADS, KV_HEADS, HEAD_SIZE = 6, 32, 4, 2, 16
+TABLE = torch.arange(1, 4, dtype=torch.int32).view(1, 3)
+
+
+class Layer:
+    """A small decoder layer over buffers of MAX_ROWS rows."""
+
+    def __init__(self, backend: Backend) -> None:
+        generator = torch.Generator().manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator)
+
+        self.norm = random(SIZE)
+        self.qkv_weight: Linear = backend.pack([random((HEADS + 2 * KV_HEADS) * HEAD_SIZE, SIZE)])
+        self.out_weight: Linear = backend.pack([random(SIZE, HEADS * HEAD_SIZE)])
+        self.gate_up: Linear = backend.pack_gate_up(random(48, SIZE), random(48, SIZE))
+        self.down: Linear = backend.pack([random(SIZE, 48)])
+        self.rotary = Rotary(cos=random(64, HEAD_SIZE // 2), sin=random(64, HEAD_SIZE // 2))
+        pool = torch.zeros(4, 2, 16, KV_HEADS, HEAD_SIZE)
+        self.kv = LayerKV(k_PBHD=pool[:, 0], v_PBHD=pool[:, 1])
+        self.x = random(MAX_ROWS, SIZE)
+        self.normed = torch.zeros(MAX_ROWS, SIZE)
+        self.qkv = torch.zeros(MAX_ROWS, HEADS + 2 * KV_HEADS, HEAD_SIZE)
+        self.attended = torch.zeros(MAX_ROWS, HEADS, HEAD_SIZE)
+        self.mlp = torch.zeros(MAX_ROWS, 48)
+
+    def play(self, tape: Tape) -> None:
+        tape.rms_norm(self.x, self.norm, 1e-5, self.normed)
+        tape.linear(self.normed, self.qkv_weight, self.qkv.flatten(1))
+        tape.rotate(self.qkv[:, : HEADS + KV_HEADS], self.rotary)
+        tape.store(self.qkv[:, HEADS : HEADS + KV_HEADS], self.qkv[:, HEADS + KV_HEADS :], self.kv)
+        tape.attention(self.qkv[:, :HEADS], self.kv, 0.25, self.attended)
+        tape.add_linear(self.attended.flatten(1), self.out_weight, self.x)
+        tape.silu_mul_linear(self.x, self.gate_up, self.mlp)
+        tape.add_linear(self.mlp, self.down, self.x)
+
+
+def one_by_one(backend: Backend, layer: Layer, where: Rows) -> None:
+    n = len(where.position_T)
+    qkv = layer.qkv[:n]
+    backend.rms_norm(layer.x[:n], layer.norm, 1e-5, layer.normed[:n])
+    backend.linear(layer.normed[:n], layer.qkv_weight, qkv.flatten(1))
+    backend.rotate(qkv[:, : HEADS + KV_HEADS], layer.rotary, where)
+    backend.store(qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :], layer.kv, where)
+    backend.attention(qkv[:, :HEADS], layer.kv, where, 0.25, layer.attended[:n])
+    backend.add_linear(layer.attended[:n].flatten(1), layer.out_weight, layer.x[:n])
+    backend.silu_mul_linear(layer.x[:n], layer.gate_up, layer.mlp[:n])
+    backend.add_linear(layer.mlp[:n], layer.down, layer.x[:n])
+
+
+def recorded(backend: Backend) -> tuple[Layer, Callable[[Rows], None]]:
+    layer = Layer(backend)
+    return layer, backend.record(layer.play)
+
+
+@pytest.mark.parametrize("backend", [BEST, REFERENCE], ids=lambda b: b.name)
+def test_a_tape_computes_what_its_operations_do(backend: Backend) -> None:
+    layer, run = recorded(backend)
+    other = Layer(backend)
+    for first, count in ((0, 4), (4, 1), (5, MAX_ROWS)):  # a prompt, a token, as many as fit
+        where = rows([(0, p) for p in range(first, first + count)], TABLE)
+        run(where)
+        one_by_one(backend, other, where)
+        assert same_bits(layer.x, other.x)  # rows past the step's included: nobody touched them
+
+
+def test_a_step_longer_than_the_buffers_is_refused() -> None:
+    _, run = recorded(BEST)
+    with pytest.raises(ValueError, match="7 rows for a tape of 6"):
+        run(rows([(0, p) for p in range(MAX_ROWS + 1)], TABLE))
+
+
+def test_a_row_without_a_place_is_refused() -> None:
+    _, run = recorded(BEST)
+    with pytest.raises(ValueError, match="outside"):
+        run(rows([(0, 48)], TABLE))
+
+
+def test_what_is_recorded_is_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="rows"):
+        BEST.record(lambda tape: tape.rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-5, torch.zeros(3, 8)))
