@@ -58,7 +58,7 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
     from shoal.cluster.serve import ServeOptions, serve  # noqa: PLC0415
-    from shoal.cluster.sizes import parse_size  # noqa: PLC0415
+    from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
 
     with _one_line_errors():
         serve(

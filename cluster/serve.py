@@ -24,7 +24,8 @@ from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
-from shoal.kvstore.layout import KVDtype, format_size
+from shoal.kvstore.layout import KVDtype
+from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0

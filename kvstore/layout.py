@@ -31,12 +31,3 @@ class BlockLayout:
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
         return (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
-
-
-def format_size(num_bytes: int, *, up: bool = False) -> str:
-    """1536 MiB as "1.5GiB", in the spelling that --memory takes; `up` rounds to enough."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if num_bytes >= scale:
-            tenths = -(-num_bytes * 10 // scale) if up else round(num_bytes * 10 / scale)
-            return f"{tenths / 10:g}{unit}"
-    return f"{num_bytes}B"

@@ -7,7 +7,7 @@ The first three follow from the model and the limits; only the number of blocks 
 
 from dataclasses import dataclass
 
-from shoal.kvstore.layout import format_size
+from shoal.kvstore.sizes import format_size
 
 STATE_SLOTS_PER_SEQUENCE = 1.2
 """More slots than running sequences: a slot can outlive its sequence by a copy (DeepInfer, section 4.3.1)."""

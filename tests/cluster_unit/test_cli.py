@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cluster.cli import app
-from shoal.cluster.sizes import parse_size
+from shoal.kvstore.sizes import parse_size
 from tests.checkpoints import tiny_llama
 
 

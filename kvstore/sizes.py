@@ -1,4 +1,4 @@
-"""Memory sizes as people write them."""
+"""Memory sizes as people write and read them."""
 
 import re
 
@@ -12,3 +12,12 @@ def parse_size(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def format_size(num_bytes: int, *, up: bool = False) -> str:
+    """1536 MiB as "1.5GiB", in the spelling that --memory takes; `up` rounds to enough."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if num_bytes >= scale:
+            tenths = -(-num_bytes * 10 // scale) if up else round(num_bytes * 10 / scale)
+            return f"{tenths / 10:g}{unit}"
+    return f"{num_bytes}B"
