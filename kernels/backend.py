@@ -125,6 +125,10 @@ class Backend(Protocol):
         """out = silu(x @ gate.T) * (x @ up.T)"""
         ...
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
+        """out = table[id], widened. id_T: int64; the table float32, bfloat16 or float16."""
+        ...
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor: ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:

@@ -105,6 +105,10 @@ class CpuBackend:
         self._run(self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True))
         return out_TN
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
+        self._run(self._kernels.gather, _gather(table_VN, id_T, out_TN))
+        return out_TN
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
         self._run(self._kernels.rms_norm, _rms_norm(x_TN, weight_N, eps, out_TN))
         return out_TN
@@ -193,7 +197,7 @@ class CpuTape:
 
 def _raise_if(failed: int) -> None:
     if failed:
-        raise ValueError("a row's sequence, position or block is outside the table, the pool or the angles")
+        raise ValueError("a row's id, sequence, position or block is out of range")
 
 
 def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate_up: bool = False, add: bool = False) -> Op:
@@ -205,6 +209,19 @@ def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate_up: bool = False, a
         raise ValueError(f"x has {rows} rows, out {out_rows}")
     struct = library.LinearOp(w.address, x_TK.data_ptr(), x_stride, out_TN.data_ptr(), out_stride, add)
     return Op(struct, rows, (x_TK, w, out_TN))
+
+
+def _gather(table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Op:
+    table_rows, size = table_VN.shape
+    rows, out_stride = _matrix("out", out_TN, size)
+    _expect("id", id_T, torch.int64, (rows,))
+    if table_VN.dtype not in _DTYPES or table_VN.stride(1) != 1 or not table_VN.is_cpu:
+        raise ValueError(f"the table must be floats with contiguous rows, not {_describe(table_VN)}")
+    struct = library.GatherOp(
+        *(table_VN.data_ptr(), table_VN.stride(0), table_rows, _DTYPES[table_VN.dtype]),
+        *(id_T.data_ptr(), out_TN.data_ptr(), out_stride, size),
+    )
+    return Op(struct, rows, (table_VN, id_T, out_TN))
 
 
 def _rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Op:

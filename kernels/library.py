@@ -43,6 +43,13 @@ class LinearOp(ctypes.Structure):
     _fields_ = (("w", _P), ("x", _P), ("x_stride", _L), ("y", _P), ("y_stride", _L), ("add", _I))
 
 
+class GatherOp(ctypes.Structure):
+    _fields_ = (
+        *(("table", _P), ("table_stride", _L), ("table_rows", _L), ("dtype", _I)),
+        *(("ids", _P), ("out", _P), ("out_stride", _L), ("size", _L)),
+    )
+
+
 class RmsNormOp(ctypes.Structure):
     _fields_ = (
         *(("x", _P), ("x_stride", _L), ("weight", _P)),
@@ -69,7 +76,7 @@ class AttentionOp(ctypes.Structure):
 
 
 Function = Callable[..., int]
-Op = LinearOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
+Op = LinearOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
 
 
 # What a tape holds, see tape.cpp.
@@ -82,7 +89,7 @@ class Call(ctypes.Structure):
 
 
 _PER_ISA: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("linear", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
+    **dict.fromkeys(("linear", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
     "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _I),
 }
 
@@ -93,6 +100,7 @@ class Kernels:
 
     isa: str
     linear: Function
+    gather: Function
     rms_norm: Function
     rotate: Function
     store: Function

@@ -18,6 +18,15 @@ struct LinearOp {  // y = x w^T; silu(gate) * up of a gate-up matrix; added to y
     int add;
 };
 
+struct GatherOp {  // out[t] = table[ids[t]], widened
+    const void* table;
+    long table_stride, table_rows;
+    Dtype dtype;
+    const long* ids;
+    float* out;
+    long out_stride, size;
+};
+
 struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight
     const float* x;
     long x_stride;

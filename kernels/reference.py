@@ -69,6 +69,9 @@ class TorchBackend:
         gate_TN, up_TN = x_TK @ gate_up.gate_NK.T, x_TK @ gate_up.up_NK.T
         return torch.mul(torch.nn.functional.silu(gate_TN), up_TN, out=out_TN)
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
+        return out_TN.copy_(table_VN[id_T])
+
     def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
         return torch.mul(x_TN * (x_TN.square().mean(-1, keepdim=True) + eps).rsqrt(), weight_N, out=out_TN)
 

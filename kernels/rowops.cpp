@@ -1,4 +1,5 @@
 // The small operations of a decoder layer. A row's bits depend on that row only.
+#include <algorithm>
 #include <cstring>
 
 #include "lanes.h"
@@ -13,6 +14,18 @@ uint16_t narrow(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     if (x != x) return uint16_t(bits >> 16 | 0x40);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+template <class T> void gather(const GatherOp& op, long rows, int threads) {
+    parallel_rows(threads, rows, op.size, [&](long t) {
+        const T* from = static_cast<const T*>(op.table) + op.ids[t] * op.table_stride;
+        float* to = op.out + t * op.out_stride;
+        long i = 0;
+        for (; i + LANES <= op.size; i += LANES) store(to + i, load(from + i));
+        T rest[LANES] = {};
+        std::copy(from + i, from + op.size, rest);
+        store_part(to + i, load(rest), op.size - i);
+    });
 }
 
 void rotate(float* x, const float* cosines, const float* sines, long half) {
@@ -30,6 +43,18 @@ void rotate(float* x, const float* cosines, const float* sines, long half) {
 
 using namespace shoal;
 using namespace shoal::SHOAL_ISA;
+
+SHOAL_EXPORT(shoal_gather)(const void* op, const Rows* rows, int threads) {
+    const auto& gather = *static_cast<const GatherOp*>(op);
+    for (long t = 0; t < rows->count; t++)
+        if (gather.ids[t] < 0 || gather.ids[t] >= gather.table_rows) return 1;
+    switch (gather.dtype) {
+        case Dtype::f32: SHOAL_ISA::gather<float>(gather, rows->count, threads); break;
+        case Dtype::bf16: SHOAL_ISA::gather<bf16>(gather, rows->count, threads); break;
+        case Dtype::f16: SHOAL_ISA::gather<f16>(gather, rows->count, threads); break;
+    }
+    return 0;
+}
 
 // Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
 SHOAL_EXPORT(shoal_rms_norm)(const void* op, const Rows* rows, int threads) {

@@ -53,7 +53,9 @@ class ModelRunner:
                 last_rows.append(row - 1)
         if not drawing:
             return StepResult(step_id=plan.step_id, tokens={})
-        logits = self._model.logits(hidden_TN[self._on_device(np.array(last_rows, dtype=np.int64))])
+        last_R = self._on_device(np.array(last_rows, dtype=np.int64))
+        hidden_RN = hidden_TN.new_empty(len(drawing), hidden_TN.shape[1])
+        logits = self._model.logits(self._backend.gather(hidden_TN, last_R, hidden_RN))
         tokens = self._backend.sample(logits, self._sampling(drawing)).tolist()
         ids = [sequence.sequence_id for sequence in drawing]
         return StepResult(step_id=plan.step_id, tokens=dict(zip(ids, tokens, strict=True)))

@@ -53,6 +53,12 @@ REFUSED: dict[str, Callable[[], object]] = {
     "no weights": lambda: BEST.pack([]),
     "gate and up of two sizes": lambda: BEST.pack_gate_up(zeros(8, 16), zeros(9, 16)),
     "a norm weight of another size": lambda: BEST.rms_norm(zeros(2, 16), zeros(15), 1e-5, zeros(2, 16)),
+    "an id past the table": lambda: BEST.gather(zeros(5, 4), torch.tensor([5]), zeros(1, 4)),
+    "a negative id": lambda: BEST.gather(zeros(5, 4), torch.tensor([-1]), zeros(1, 4)),
+    "ids of another dtype": lambda: BEST.gather(zeros(5, 4), zeros(1, dtype=torch.int32), zeros(1, 4)),
+    "a table of another dtype": lambda: BEST.gather(
+        zeros(5, 4, dtype=torch.int32), torch.tensor([0]), zeros(1, 4)
+    ),
     "a position without an angle": lambda: BEST.rotate(
         zeros(1, 4, 16), Rotary(cos=zeros(3, 8), sin=zeros(3, 8)), rows([(0, 3)], TABLE)
     ),
@@ -114,5 +120,5 @@ def test_rows_may_be_refilled_in_place() -> None:
     where = rows([(0, 3)], TABLE)
     attend(where=where)
     where.position_T[0] = 48
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(ValueError, match="out of range"):
         attend(where=where)

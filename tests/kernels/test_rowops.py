@@ -12,6 +12,17 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 16, 37, 576])
+def test_gather_widens_rows(dtype: torch.dtype, size: int) -> None:
+    table, ids = randn(40, size + 3)[:, :size].to(dtype), torch.tensor([39, 0, 7, 7, 21])
+    for backend in [REFERENCE, *every_cpu()]:
+        out = torch.full((5, size + 2), 9.0)
+        backend.gather(table, ids, out[:, 1:-1])
+        assert same_bits(out[:, 1:-1], table[ids].float())
+        assert (out[:, [0, -1]] == 9).all()
+
+
 @pytest.mark.parametrize("size", [1, 7, 100, 576, 1024])
 def test_rms_norm(size: int) -> None:
     x, weight = randn(70, size + 3)[:, :size] * 3, randn(size, seed=1)

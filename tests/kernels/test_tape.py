@@ -84,7 +84,7 @@ def test_a_step_longer_than_the_buffers_is_refused() -> None:
 
 def test_a_row_without_a_place_is_refused() -> None:
     _, run = recorded(BEST)
-    with pytest.raises(ValueError, match="outside"):
+    with pytest.raises(ValueError, match="out of range"):
         run(rows([(0, 48)], TABLE))
 
 

@@ -1,8 +1,9 @@
 """The lean decoder: one readable module for the llama family, on the exact path.
 
-On the exact path torch only gathers and copies; every other operation is a backend's, whose result for a
-row depends on that row alone. So a token's logits are the same bits in a prompt, in a chunk of one, or beside
-other requests.
+On the exact path every operation is a backend's, whose result for a row depends on that row alone. So a
+token's logits are the same bits in a prompt, in a chunk of one, or beside other requests. Torch computes
+nothing here, not even a gather: its OpenMP threads spin for milliseconds after every operation that they
+share, on the cores that our kernels want.
 """
 
 from collections.abc import Callable
@@ -108,7 +109,7 @@ class LeanDecoder:
         token_ids_T: int64 [T], T at most max_rows.
         """
         x = self._residual[: token_ids_T.shape[0]]
-        x.copy_(self._weights.embedding_VN[token_ids_T])
+        self._backend.gather(self._weights.embedding_VN, token_ids_T, x)
         if self._recorded is None or self._recorded[0] is not kv:  # once for each pool, that is
             self._recorded = kv, self._backend.record(lambda tape: self._layers(tape, kv))
         self._recorded[1](rows)
