@@ -17,7 +17,7 @@ COMMON = ("library.cpp", "pool.cpp", "tape.cpp", "weights.cpp")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # In the order of the link, least first: where objects carry the same inline function of the standard library,
 # the linker keeps the first copy, which then is one that every machine that needs it can run.
-X86_ISAS = {"portable": (), "avx2": AVX2, "avx512": ("-mavx512f", *AVX2)}
+X86_ISAS = {"portable": (), "avx2": AVX2, "avx512": ("-mavx512f", "-mavx512bw", *AVX2)}
 
 # The first line fixes the bits: no reordering, no fusing but what is written. The exact path relies on it.
 FLAGS = (

@@ -25,6 +25,7 @@ namespace shoal::SHOAL_ISA {
 constexpr int LANES = 16;
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+struct bf12;  // bf16 in 12 bits: see weights.h
 
 // How many V the registers hold. Where fma is a function call they hold none, and unrolling gains nothing.
 #if defined(__AVX512F__)
@@ -78,6 +79,19 @@ inline V odd(V words) {
     return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(words.x), _mm512_set1_epi32(int(0xffff0000))))};
 }
 inline V load_words(const bf16* p) { return {_mm512_loadu_ps(p)}; }
+
+struct Table { __m512i x; };
+inline Table load_table(const uint8_t* p) {
+    return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
+    __m512i numbers = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+    numbers = _mm512_or_si512(numbers, _mm512_slli_epi16(numbers, 4));
+    const __m512i a = _mm512_loadu_si512(low);
+    const __m512i b = _mm512_shuffle_epi8(table.x, _mm512_and_si512(numbers, _mm512_set1_epi16(0x0f0f)));
+    words[0] = {_mm512_castsi512_ps(_mm512_unpacklo_epi8(a, b))};
+    words[1] = {_mm512_castsi512_ps(_mm512_unpackhi_epi8(a, b))};
+}
 
 // See transpose() below, for 32-bit words.
 template <class T> inline void transpose_words(const T* const* rows, long at, V (&out)[4]) {
@@ -162,6 +176,23 @@ inline V even(V words) { return {even(words.a), even(words.b)}; }
 inline V odd(V words) { return {odd(words.a), odd(words.b)}; }
 inline V load_words(const bf16* p) { return load(reinterpret_cast<const float*>(p)); }
 
+struct Table { __m256i x; };
+inline Table load_table(const uint8_t* p) {
+    return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void decode(const uint8_t* low, const uint8_t* high, Table table, __m256& words0, __m256& words1) {
+    __m256i numbers = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
+    numbers = _mm256_or_si256(numbers, _mm256_slli_epi16(numbers, 4));
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+    const __m256i b = _mm256_shuffle_epi8(table.x, _mm256_and_si256(numbers, _mm256_set1_epi16(0x0f0f)));
+    words0 = _mm256_castsi256_ps(_mm256_unpacklo_epi8(a, b));
+    words1 = _mm256_castsi256_ps(_mm256_unpackhi_epi8(a, b));
+}
+inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
+    decode(low, high, table, words[0].a, words[1].a);
+    decode(low + 32, high + 16, table, words[0].b, words[1].b);
+}
+
 template <class T> inline void transpose_words(const T* const* rows, long at, __m256 (&out)[4]) {
     auto words = [&](int row) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + at)); };
     __m256 x[4];  // rows i, i + 4
@@ -227,14 +258,25 @@ inline Sums operator+(Sums s, V v) {
     return s;
 }
 inline void store(double* p, Sums s) { for (int i = 0; i < LANES; i++) p[i] = s.lane[i]; }
-struct Words { uint32_t lane[LANES]; };
-inline Words load_words(const bf16* p) {
-    Words words;
+inline uint32_t bits(float x) { return std::bit_cast<uint32_t>(x); }
+inline V load_words(const bf16* p) {
+    V words;
     std::memcpy(&words, p, sizeof words);
     return words;
 }
-inline V even(Words words) { EACH_LANE(std::bit_cast<float>(words.lane[i] << 16)); }
-inline V odd(Words words) { EACH_LANE(std::bit_cast<float>(words.lane[i] & 0xffff0000)); }
+inline V even(V words) { EACH_LANE(std::bit_cast<float>(bits(words.lane[i]) << 16)); }
+inline V odd(V words) { EACH_LANE(std::bit_cast<float>(bits(words.lane[i]) & 0xffff0000)); }
+struct Table { const uint8_t* x; };
+inline Table load_table(const uint8_t* p) { return {p}; }
+inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
+    for (int pair = 0; pair < 2; pair++)
+        for (int i = 0; i < LANES; i++) {
+            const int at = i / 4 * 16 + pair * 8 + i % 4 * 2, numbers = high[at / 2];
+            const uint32_t first = low[at] | table.x[numbers & 15] << 8;
+            const uint32_t second = low[at + 1] | table.x[numbers >> 4] << 8;
+            words[pair].lane[i] = std::bit_cast<float>(first | second << 16);
+        }
+}
 inline void fma_into(V& acc, V x, V w) { acc = fma(x, w, acc); }
 inline void fma_splat(V& acc, const float* x, V w) { acc = fma(splat(*x), w, acc); }
 #undef EACH_LANE
@@ -267,6 +309,9 @@ inline float largest(V v) {
     return v.lane[0];
 }
 #endif
+
+// decode(): four k of a panel's bf16 from their low bytes and the numbers of their high bytes in a table of 16. What
+// comes first is k 0 and 1 of each lane, a word, then k 2 and 3.
 
 // Sixteen bytes of each of sixteen rows, transposed and widened: lane i of out[d] is rows[i][at + d].
 template <class T> constexpr int PIECE = 16 / sizeof(T);

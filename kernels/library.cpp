@@ -8,7 +8,7 @@ EXPORT const char* shoal_source_hash() { return SHOAL_SOURCE_HASH; }
 EXPORT const char* shoal_instruction_sets() {
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (avx2 && __builtin_cpu_supports("avx512f")) return "avx512 avx2 portable";
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) return "avx512 avx2 portable";
     if (avx2) return "avx2 portable";
 #endif
     return "portable";

@@ -134,6 +134,7 @@ def load() -> ctypes.CDLL:
     library = _open(CARRIED, expected) or _open(_cached_path(expected), expected) or _built(expected)
     library.shoal_linear_new.argtypes, library.shoal_linear_new.restype = (_I, _L, _L, _I), _P
     library.shoal_linear_fill.argtypes, library.shoal_linear_fill.restype = (_P, _I, _L, _L, _P, _L, _I), None
+    library.shoal_linear_settle.argtypes, library.shoal_linear_settle.restype = (_P, _I), _I
     library.shoal_linear_num_bytes.argtypes, library.shoal_linear_num_bytes.restype = (_P,), _L
     library.shoal_linear_free.argtypes, library.shoal_linear_free.restype = (_P,), None
     library.shoal_run_tape.argtypes, library.shoal_run_tape.restype = (_P, _L, _P, _I), _I

@@ -6,6 +6,7 @@
 // lanes run over n (outputs), never over k: each step broadcasts one x and does one fma a lane.
 #include <algorithm>
 #include <type_traits>
+#include <utility>
 
 #include "lanes.h"
 #include "ops.h"
@@ -14,44 +15,90 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
+template <class T> constexpr long FOUR_BYTES = std::is_same_v<T, float> ? 512 : std::is_same_v<T, bf12> ? 192 : 256;
+
+// Four k of one panel: half `half` of the pair's at `pair`.
+template <class T> struct Four {
+    const T* at;
+    Four() = default;
+    Four(const char* pair, int half, Table) : at(reinterpret_cast<const T*>(pair) + half * 64) {}
+    template <int k> V get() const { return load(at + k * LANES); }
+};
+template <int k> V half_words(V words) { return k % 2 ? odd(words) : even(words); }
+template <> struct Four<bf16> {
+    const bf16* at;
+    Four() = default;
+    Four(const char* pair, int half, Table) : at(reinterpret_cast<const bf16*>(pair) + half * 64) {}
+    template <int k> V get() const { return half_words<k>(load_words(at + k / 2 * 2 * LANES)); }
+};
+template <> struct Four<bf12> {
+    V words[2];
+    Four() = default;
+    Four(const char* pair, int half, Table table) {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(pair);
+        decode(bytes + half * 64, bytes + 128 + half * 32, table, words);
+    }
+    template <int k> V get() const { return half_words<k>(words[k / 2]); }
+};
+
 constexpr int ACCUMULATORS = REGISTERS == 32 ? 24 : REGISTERS == 8 ? 6 : 1;
-constexpr long panels_per_tile(long rows) {
-    return REGISTERS == 32 ? (rows <= 6 ? 4 : 2) : REGISTERS == 8 ? (rows <= 3 ? 2 : 1) : 1;
+template <class T> constexpr long panels_per_tile(long rows) {
+    const bool one_pair = std::is_same_v<T, bf12>;  // each pair has its own table
+    return REGISTERS == 32 ? (rows <= 6 && !one_pair ? 4 : 2) : REGISTERS == 8 ? (rows <= 3 ? 2 : 1) : 1;
 }
 constexpr long MAX_ROWS = 48;  // rows of a work item: its x stays in L2
 constexpr long DEPTH = 768;    // k of one pass: a panel's weights stay in L1
 constexpr long GROUP = 4;      // panels between two epilogues
+template <class T> constexpr long expanded_size = std::is_same_v<T, bf12> ? DEPTH / 4 * 256 : 1;
 
-// Weights that later tiles will want, and how often (once in `every` groups of four k) to ask for a piece.
-template <class T> struct Ahead { const T* at; int every; };
+// Where a tile's weights are; `at` is where k 0 of its first pair would be.
+struct Panels {
+    const char* at;
+    long pair_bytes;
+    int half;     // the one panel of its pair, where the tile has one
+    Table table;  // of bf12
+};
 
-// The weights of step `sub` (k % 4) of one group of four k.
-template <int sub> V load_weights(const float* w) { return load(w + sub * LANES); }
-template <int sub> V load_weights(const f16* w) { return load(w + sub * LANES); }
-template <int sub> V load_weights(const bf16* w) {
-    const auto words = load_words(w + sub / 2 * 2 * LANES);
-    return sub % 2 ? odd(words) : even(words);
-}
+// A tile's rows of x, and their sums [panel][row][16].
+struct Block {
+    const float* x;
+    long x_stride, rows;
+    float* sums;
+    long panel_stride;
+};
 
-// sums[p][r] += x[r][k] * w[p][k] for k = 0..depth-1 in order: R rows by P panels held in registers. Sums are exact
+// Weights that later tiles will want, and how often (once in `every` fours) to ask for four k of them.
+struct Ahead {
+    const char* at;
+    long four_bytes;
+    int half, every, wait;
+};
+
+// sums[p][r] += x[r][k] * w[p][k] for k = begin..end-1 in order: R rows by P panels held in registers. Sums are exact
 // float32, so taking k in several passes changes no bit.
 template <class T, int R, int P>
-[[gnu::noinline]] void tile(const T* w, long pair_size, const float* x, long x_stride, long depth, float* sums,
-                            long panel_stride, bool first_pass, Ahead<T> ahead) {
+[[gnu::noinline]] void tile(Panels w, const Block& b, long begin, long end, Ahead& ahead) {
     V acc[R][P];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int p = 0; p < P; p++)
-            acc[r][p] = first_pass ? splat(0) : load(sums + p * panel_stride + r * LANES);
+            acc[r][p] = begin == 0 ? splat(0) : load(b.sums + p * b.panel_stride + r * LANES);
 
     // A register that all panels of a step multiply with one x is free again for the next x: 24 sums, the weights and
     // one x fit. Three rows to a pointer are what an address can reach without arithmetic.
+    const long x_stride = b.x_stride;
     const float* rows[(R + 2) / 3];
-    UNROLL for (int i = 0; i < (R + 2) / 3; i++) rows[i] = x + 3 * i * x_stride;
-    auto step = [&]<int sub>(std::integral_constant<int, sub>) __attribute__((always_inline)) {
+    UNROLL for (int i = 0; i < (R + 2) / 3; i++) rows[i] = b.x + begin + 3 * i * x_stride;
+    w.at += begin / 4 * FOUR_BYTES<T>;
+    Four<T> four[P];
+    auto find = [&]() __attribute__((always_inline)) {
+        UNROLL for (int p = 0; p < P; p++) 
+            four[p] = Four<T>(w.at + p / 2 * w.pair_bytes, P > 1 ? p % 2 : w.half, w.table);
+    };
+    auto step = [&]<int k>(std::integral_constant<int, k>) __attribute__((always_inline)) {
         V weights[P];
-        UNROLL for (int p = 0; p < P; p++) weights[p] = load_weights<sub>(w + p / 2 * pair_size + p % 2 * 64);
+        UNROLL for (int p = 0; p < P; p++) weights[p] = four[p].template get<k>();
         UNROLL for (int r = 0; r < R; r++) {
-            const V xs = splat(rows[r / 3][r % 3 * x_stride + sub]);
+            const V xs = splat(rows[r / 3][r % 3 * x_stride + k]);
             UNROLL for (int p = 0; p < P; p++) fma_into(acc[r][p], xs, weights[p]);
         }
     };
@@ -59,23 +106,25 @@ template <class T, int R, int P>
     constexpr std::integral_constant<int, 1> k1;
     constexpr std::integral_constant<int, 2> k2;
     constexpr std::integral_constant<int, 3> k3;
-    long left = depth;
-    for (int wait = ahead.every; left >= 4; left -= 4, w += 128) {
-        if (--wait == 0) {
-            UNROLL for (int p = 0; p < P; p++)
-                UNROLL for (int i = 0; i < 64; i += 64 / int(sizeof(T)))
-                    __builtin_prefetch(ahead.at + p / 2 * pair_size + p % 2 * 64 + i, 0, 2);
-            ahead.at += 128, wait = ahead.every;
+    Ahead next = ahead;
+    long left = end - begin;
+    for (; left >= 4; left -= 4, w.at += FOUR_BYTES<T>) {
+        if (--next.wait == 0) {
+            UNROLL for (int p = 0; p < P; p += 2)
+                UNROLL for (int i = 0; i < FOUR_BYTES<T>; i += 64)
+                    if (P > 1 || i / 64 % 2 == next.half) __builtin_prefetch(next.at + p / 2 * w.pair_bytes + i, 0, 2);
+            next.at += next.four_bytes, next.wait = next.every;
         }
-        step(k0), step(k1), step(k2), step(k3);
+        find(), step(k0), step(k1), step(k2), step(k3);
         UNROLL for (auto& row : rows) row += 4, hold(row);
     }
-    if (left > 0) step(k0);
+    ahead = next;
+    if (left > 0) find(), step(k0);
     if (left > 1) step(k1);
     if (left > 2) step(k2);
 
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int p = 0; p < P; p++) store(sums + p * panel_stride + r * LANES, acc[r][p]);
+        UNROLL for (int p = 0; p < P; p++) store(b.sums + p * b.panel_stride + r * LANES, acc[r][p]);
 }
 
 template <class T> using Tile = decltype(&tile<T, 1, 1>);
@@ -92,27 +141,72 @@ template <class T, int P> Tile<T> tile_of(long rows) {
     __builtin_unreachable();  // multiply() makes no higher tiles
 }
 template <class T> Tile<T> tile_of(long rows, long panels) {
-    return panels == 4 ? tile_of<T, 4>(rows) : panels == 2 ? tile_of<T, 2>(rows) : tile_of<T, 1>(rows);
+    if constexpr (!std::is_same_v<T, bf12>)
+        if (panels == 4) return tile_of<T, 4>(rows);
+    return panels == 2 ? tile_of<T, 2>(rows) : tile_of<T, 1>(rows);
+}
+
+template <class T> void multiply(Panels w, long panels, const Block& b, long begin, long end, Ahead& ahead) {
+    tile_of<T>(b.rows, panels)(w, b, begin, end, ahead);
+}
+
+// The same where some fours lie apart.
+void multiply_around(const Linear::Pair& pair, Panels w, long panels, const Block& b, long begin, long end,
+                     Ahead& ahead) {
+    for (const auto& rare : pair.rare_within(begin / 4, (end + 3) / 4)) {
+        const long at = rare.four * 4, after = std::min(at + 4, end);
+        const char* values = reinterpret_cast<const char*>(rare.values);
+        const Panels apart{values - rare.four * FOUR_BYTES<bf16>, 0, w.half, w.table};
+        if (begin < at) multiply<bf12>(w, panels, b, begin, at, ahead);
+        multiply<bf16>(apart, panels, b, at, after, ahead);
+        begin = after;
+    }
+    if (begin < end) multiply<bf12>(w, panels, b, begin, end, ahead);
+}
+
+// Writes k from `begin` to `end` of a pair as bf16.
+void decode(const Linear::Pair& pair, const Panels& w, long begin, long end, char* out) {
+    const long first = begin / 4, fours = (end - begin + 3) / 4;
+    for (long i = 0; i < fours; i++)
+        UNROLL for (int half = 0; half < 2; half++) {
+            const Four<bf12> four(w.at + (first + i) * FOUR_BYTES<bf12>, half, w.table);
+            float* words = reinterpret_cast<float*>(out + i * FOUR_BYTES<bf16> + half * 128);
+            store(words, four.words[0]), store(words + LANES, four.words[1]);
+        }
+    for (const auto& rare : pair.rare_within(first, first + fours))
+        std::memcpy(out + (rare.four - first) * FOUR_BYTES<bf16>, rare.values, FOUR_BYTES<bf16>);
 }
 
 // All k of `panels` panels from `panel` on, for x's rows.
 template <class T>
 void multiply(const Linear& w, long panel, long panels, const float* x, long x_stride, long rows, float* sums) {
-    const long tiles = (rows * panels_per_tile(rows) + ACCUMULATORS - 1) / ACCUMULATORS;
-    const T* data = reinterpret_cast<const T*>(w.data.get()) + w.panel_offset(panel);
-    const long next = w.panel_offset(panel + panels) - w.panel_offset(panel);
+    const long tiles = (rows * panels_per_tile<T>(rows) + ACCUMULATORS - 1) / ACCUMULATORS;
+    const long next = panel + panels, pair = panel / 2;
+    const char* data = w.data.get();
     // Several tiles take turns to fetch the next panels. A single tile of whole pairs is one sequential stream: cores
     // with AVX-512 gain 10 to 30% when asked 8 KB ahead, the hardware prefetcher of AVX2 ones does better unasked.
     const bool stream = panels > 1 && tiles == 1;
     const int every = stream ? REGISTERS == 32 : int(tiles);
+    Panels from{data + pair * w.pair_bytes(), w.pair_bytes(), int(panel % 2), Table{}};
+    alignas(64) char decoded[std::is_same_v<T, bf12> ? DEPTH / 4 * FOUR_BYTES<bf16> : 1];
+    if constexpr (std::is_same_v<T, bf12>) from.table = load_table(w.pairs[pair].table);
     for (long k = 0; k < w.num_inputs; k += DEPTH) {
-        const long depth = std::min(DEPTH, w.num_inputs - k);
-        const T* weights = data + k * 32;
+        const long end = std::min(k + DEPTH, w.num_inputs);
+        if constexpr (std::is_same_v<T, bf12>)
+            if (tiles > 1) decode(w.pairs[pair], from, k, end, decoded);
         for (long i = 0, row = 0; i < tiles; i++) {  // near-equal tiles
             const long height = rows / tiles + (i < rows % tiles);
-            const T* ahead = weights + (stream ? 32 * 128 : next + depth * i / tiles / 4 * 128);
-            tile_of<T>(height, panels)(weights, w.pair_size(), x + row * x_stride + k, x_stride, depth,
-                                       sums + row * LANES, rows * LANES, k == 0, {ahead, every});
+            const long four = stream ? k / 4 + 32 : k / 4 + (end - k) * i / tiles / 4;
+            Ahead ahead{data + (stream ? pair : next / 2) * w.pair_bytes() + four * FOUR_BYTES<T>, FOUR_BYTES<T>,
+                        int(next % 2), every, every};
+            const Block b{x + row * x_stride, x_stride, height, sums + row * LANES, rows * LANES};
+            if constexpr (!std::is_same_v<T, bf12>)
+                multiply<T>(from, panels, b, k, end, ahead);
+            else if (tiles == 1)
+                multiply_around(w.pairs[pair], from, panels, b, k, end, ahead);
+            else
+                multiply<bf16>(Panels{decoded - k / 4 * FOUR_BYTES<bf16>, 0, from.half, from.table}, panels, b, k, end,
+                               ahead);
             row += height;
         }
     }
@@ -138,7 +232,7 @@ template <class T> void block(const LinearOp& c, long row, long rows, long panel
     for (long group = panel; group < end; group += GROUP) {
         const long panels = std::min(GROUP, end - group);
         for (long p = 0; p < panels;) {
-            long together = std::min(panels_per_tile(rows), panels - p);
+            long together = std::min(panels_per_tile<T>(rows), panels - p);
             if (together == 3) together = 2;
             multiply<T>(*c.w, group + p, together, c.x + row * c.x_stride, c.x_stride, rows,
                         sums + p * rows * LANES);
@@ -171,6 +265,7 @@ SHOAL_EXPORT(shoal_linear)(const void* op, const Rows* rows, int threads) {
         case Dtype::f32: SHOAL_ISA::run<float>(linear, rows->count, threads); break;
         case Dtype::bf16: SHOAL_ISA::run<SHOAL_ISA::bf16>(linear, rows->count, threads); break;
         case Dtype::f16: SHOAL_ISA::run<SHOAL_ISA::f16>(linear, rows->count, threads); break;
+        case Dtype::bf12: SHOAL_ISA::run<SHOAL_ISA::bf12>(linear, rows->count, threads); break;
     }
     return 0;
 }

@@ -52,6 +52,7 @@ SHOAL_EXPORT(shoal_gather)(const void* op, const Rows* rows, int threads) {
         case Dtype::f32: SHOAL_ISA::gather<float>(gather, rows->count, threads); break;
         case Dtype::bf16: SHOAL_ISA::gather<bf16>(gather, rows->count, threads); break;
         case Dtype::f16: SHOAL_ISA::gather<f16>(gather, rows->count, threads); break;
+        case Dtype::bf12: return 1;  // of matrices only
     }
     return 0;
 }

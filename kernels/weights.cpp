@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <mutex>
 #include <new>
+#include <numeric>
+#include <utility>
 
 #include "pool.h"
 
@@ -49,9 +53,16 @@ std::shared_ptr<char> zeroed(long bytes) {
     return {std::move(arena), memory};
 }
 
+// Where a matrix lies until it is known how it will stay.
+std::shared_ptr<char> staging(long bytes) {
+    auto memory = static_cast<char*>(std::calloc(std::max(bytes, 1L), 1));
+    if (!memory) throw std::bad_alloc();
+    return {memory, std::free};
+}
+
 // Sixteen rows of w at a time, read in order and written to their lanes.
 template <class T> void pack_panel(Linear& to, long panel, int lane0, const T* w, long stride, long rows) {
-    T* out = reinterpret_cast<T*>(to.data.get()) + to.panel_offset(panel);
+    T* out = reinterpret_cast<T*>(to.data.get() + panel / 2 * to.pair_bytes()) + panel % 2 * 64;
     for (long r = 0; r < rows; r++) {
         const T* row = w + r * stride;
         const long lane = lane0 + r;
@@ -62,6 +73,40 @@ template <class T> void pack_panel(Linear& to, long panel, int lane0, const T* w
     }
 }
 
+constexpr long FOURS = 2 * 4 * 16;  // values of four k of a pair
+
+// The 16 high bytes that a pair has most, and the fours that have another.
+Linear::Pair survey(const uint16_t* values, long fours) {
+    Linear::Pair pair;
+    long count[256] = {};
+    for (long i = 0; i < fours * FOURS; i++) count[values[i] >> 8]++;
+    int order[256];
+    std::iota(order, order + 256, 0);
+    std::stable_sort(order, order + 256, [&](int a, int b) { return count[a] > count[b]; });
+    std::copy_n(order, 16, pair.table);
+    bool known[256] = {};
+    for (uint8_t high : pair.table) known[high] = true;
+    for (long four = 0; four < fours; four++, values += FOURS)
+        if (!std::all_of(values, values + FOURS, [&](uint16_t value) { return known[value >> 8]; })) {
+            auto& rare = pair.rare.emplace_back(four);
+            std::copy_n(values, FOURS, rare.values);
+        }
+    pair.rare.shrink_to_fit();
+    return pair;
+}
+
+void encode(const uint16_t* values, long fours, const uint8_t (&table)[16], uint8_t* out) {
+    uint8_t place[256] = {};
+    for (int i = 0; i < 16; i++) place[table[i]] = uint8_t(i);
+    for (long four = 0; four < fours; four++, values += FOURS, out += 192)
+        for (long i = 0; i < FOURS; i++) {  // [2][k / 2][lane][k % 2]
+            const long panel = i / 64, k = i / 32 % 2 * 2 + i % 2, lane = i / 2 % 16;
+            const long at = panel * 64 + lane / 4 * 16 + k / 2 * 8 + lane % 4 * 2 + k % 2;
+            out[at] = uint8_t(values[i]);
+            out[128 + at / 2] |= uint8_t(place[values[i] >> 8] << at % 2 * 4);
+        }
+}
+
 }  // namespace
 }  // namespace shoal
 
@@ -70,8 +115,8 @@ using namespace shoal;
 
 // A zeroed matrix, or null when there is no memory for it.
 EXPORT Linear* shoal_linear_new(int dtype, long num_outputs, long num_inputs, int gate_up) try {
-    auto linear = std::make_unique<Linear>(Linear{Dtype(dtype), num_outputs, num_inputs, gate_up != 0, nullptr});
-    linear->data = zeroed(linear->num_bytes());
+    auto linear = std::make_unique<Linear>(Dtype(dtype), num_outputs, num_inputs, gate_up != 0);
+    linear->data = (linear->dtype == Dtype::bf16 ? staging : zeroed)(linear->data_bytes());
     return linear.release();
 } catch (const std::bad_alloc&) {
     return nullptr;
@@ -83,11 +128,38 @@ EXPORT void shoal_linear_fill(Linear* to, int part, long first, long rows, const
     parallel(threads, panels, [&](long i) {
         const long panel = from + i, begin = std::max(first, panel * 16), end = std::min(first + rows, panel * 16 + 16);
         const long row = (begin - first) * stride, target = to->gate_up ? panel * 2 + part : panel;
-        if (to->element_size() == 4)
+        if (to->dtype == Dtype::f32)
             pack_panel(*to, target, begin % 16, static_cast<const uint32_t*>(w) + row, stride, end - begin);
         else
             pack_panel(*to, target, begin % 16, static_cast<const uint16_t*>(w) + row, stride, end - begin);
     });
+}
+
+// To be called once all is filled: bfloat16 becomes bf12 where that pays. 0 when there is no memory for it.
+EXPORT int shoal_linear_settle(Linear* w, int threads) try {
+    if (w->dtype != Dtype::bf16) return 1;
+    const auto plain = w->data;
+    const long count = (w->panels() + 1) / 2, fours = w->fours();
+    const auto* values = reinterpret_cast<const uint16_t*>(plain.get());
+    std::vector<Linear::Pair> pairs(count);
+    parallel(threads, count, [&](long i) { pairs[i] = survey(values + i * fours * FOURS, fours); });
+    long rare = 0;
+    for (const auto& pair : pairs) rare += long(pair.rare.size());
+    if (rare * 16 > count * fours) {  // no trained weights: what lies apart would cost more than is saved
+        w->data = zeroed(w->data_bytes());
+        std::memcpy(w->data.get(), plain.get(), w->data_bytes());
+        return 1;
+    }
+    w->dtype = Dtype::bf12;
+    w->data = zeroed(w->data_bytes());
+    w->pairs = std::move(pairs);
+    parallel(threads, count, [&](long i) {
+        auto* out = reinterpret_cast<uint8_t*>(w->data.get() + i * w->pair_bytes());
+        encode(values + i * fours * FOURS, fours, w->pairs[i].table, out);
+    });
+    return 1;
+} catch (const std::bad_alloc&) {
+    return 0;
 }
 
 EXPORT long shoal_linear_num_bytes(const Linear* linear) { return linear->num_bytes(); }

@@ -59,6 +59,46 @@ def test_rows_threads_and_instruction_sets_change_no_bit(shape: tuple[int, int],
         assert same_bits(part, whole[:50]), backend.name
 
 
+def wild(shape: tuple[int, int], rare: list[tuple[int, int]]) -> Tensor:
+    """bfloat16 weights whose high bytes are few but at `rare`."""
+    w = weights(shape, torch.bfloat16)
+    for i, (n, k) in enumerate(rare):
+        w[n, k] = (3e38, -1e-30, torch.inf, 1e-40)[i % 4]  # the last one is subnormal
+    return w
+
+
+@pytest.mark.parametrize("k", [40, 577, 1539])  # whole fours, a rest of one and of three, several passes
+def test_bfloat16_in_12_bits_is_bfloat16(k: int) -> None:
+    """A few weights are not in the table: first and last, side by side, where a pass ends, in the rest."""
+    rare = [
+        (0, 0),
+        (5, 0),
+        (0, 4),
+        (40, 8),
+        (69, k - 1),
+        (17, k // 2),
+        *([(33, 767), (33, 768)] if k > 768 else []),
+    ]
+    w, x = wild((70, k), rare), inputs(30, k)
+    packed = BEST.pack([w])
+    assert packed.num_bytes < 0.9 * BEST.pack([w.half()]).num_bytes
+    wide = BEST.linear(x, BEST.pack([w.float()]), torch.empty(30, 70))
+    for backend, count in itertools.product(every_cpu(), (1, 3, 7, 13, 30)):
+        narrow = backend.linear(x[:count], backend.pack([w]), torch.empty(count, 70))
+        assert same_bits(narrow, wide[:count]), (backend.name, count)
+
+
+def test_weights_of_no_trained_kind_stay_as_they_are() -> None:
+    w = torch.randint(-(2**15), 2**15, (40, 96), generator=torch.Generator().manual_seed(0)).short()
+    w = w.view(torch.bfloat16).nan_to_num(1.0, 2.0, -2.0)
+    packed = BEST.pack([w])
+    assert packed.num_bytes == 48 * 96 * 2 + 16 * 96 * 2  # panels in pairs
+    x = inputs(4, 96) * 1e-20
+    assert same_bits(
+        BEST.linear(x, packed, torch.empty(4, 40)), BEST.linear(x, BEST.pack([w.float()]), torch.empty(4, 40))
+    )
+
+
 def test_stacked_matrices_are_the_matrices() -> None:
     q, k, v = (weights((n, 40), torch.bfloat16, seed=n) for n in (72, 24, 25))  # v begins inside a panel
     x = inputs(3, 40)
