@@ -26,6 +26,7 @@ REQUEST = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
 def neighbours(count: int) -> list[EngineRequest]:
     """Other requests of all lengths, some longer than a block, some of one token; they leave one by one."""
     lengths = [1 + (37 * i) % 150 for i in range(count)]
+    lengths[-1] = 260  # into its second segment of attention, too
     return [greedy(f"neighbour {i}", tokens(i + 1, length), 2 + i) for i, length in enumerate(lengths)]
 
 
