@@ -22,12 +22,15 @@ from pathlib import Path
 from shoal.cluster.sources.cache import CheckpointCache
 from tests.checkpoints import hollow_checkpoint
 
-root, build_s = Path(sys.argv[1]), float(sys.argv[2])
+root = Path(sys.argv[1])
 
 def build(scratch):
     (scratch.parent.parent / "builds").open("a").write("x")
     folder = hollow_checkpoint(scratch / "checkpoint")
-    time.sleep(build_s)
+    deadline = time.monotonic() + 20
+    while not (root.parent / "go on").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     return folder
 
 print(CheckpointCache(root).find_or_build("tiny", recipe="v1", build=build, waiting=nullcontext))
@@ -51,9 +54,10 @@ def visible(cache: CheckpointCache) -> list[str]:
     return sorted(path.name for path in cache.root.iterdir() if path.name != ".tiny.lock")
 
 
-def start(root: Path, *, build_s: float) -> "subprocess.Popen[str]":
+def start(root: Path) -> "subprocess.Popen[str]":
+    """A process that finds or builds the checkpoint; its build ends when there is a file `go on`."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SLOW_START, str(root), str(build_s)]
+    command = [sys.executable, "-c", SLOW_START, str(root)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -120,7 +124,7 @@ def test_a_build_that_is_not_a_checkpoint_is_not_published(tmp_path: Path) -> No
 
 def test_a_start_killed_in_the_middle_leaves_no_half_checkpoint(tmp_path: Path) -> None:
     cache = CheckpointCache(tmp_path / "models")
-    with start(cache.root, build_s=60) as killed:
+    with start(cache.root) as killed:
         wait_until_builds(cache.root)
         killed.send_signal(signal.SIGKILL)
     assert cache.find("tiny", recipe="v1") is None
@@ -138,11 +142,12 @@ def test_two_starts_at_once_build_it_once(tmp_path: Path) -> None:
     @contextmanager
     def waiting() -> Iterator[None]:
         waits.append("waits")
+        (tmp_path / "go on").touch()
         yield
 
-    with start(cache.root, build_s=1.0) as first:
+    with start(cache.root) as first:
         wait_until_builds(cache.root)
-        with start(cache.root, build_s=0) as second:
+        with start(cache.root) as second:
             found = cache.find_or_build("tiny", recipe="v1", build=must_not_build, waiting=waiting)
             outputs = [process.communicate(timeout=20)[0].strip() for process in (first, second)]
 

@@ -70,7 +70,8 @@ class Setup:
     backend: Backend
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 16
-    num_blocks: int = 200
+    num_blocks: int | None = None
+    """None: as many as the requests can need together."""
     block_size: int = 128
     kv_cache_dtype: KVDtype = "float32"
 
@@ -87,7 +88,8 @@ def serve(
     recording = Recording()
     decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
     layout = loaded.block_layout(setup.block_size, setup.kv_cache_dtype)
-    pool = PagedPool(layout, setup.num_blocks, DEVICE)
+    num_blocks = setup.num_blocks or _blocks_needed(requests, setup.block_size)
+    pool = PagedPool(layout, num_blocks, DEVICE)
     pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
     runner = ModelRunner(decoder, pool, setup.backend, DEVICE)
     config = SchedulerConfig(
@@ -95,7 +97,7 @@ def serve(
         max_num_batched_tokens=setup.max_num_batched_tokens,
         vocab_size=loaded.config.vocab_size,
     )
-    scheduler = Scheduler(config, Pools(num_blocks=setup.num_blocks, block_size=setup.block_size))
+    scheduler = Scheduler(config, Pools(num_blocks=num_blocks, block_size=setup.block_size))
     watched = frozenset(SequenceId(number) for number in watch)
     engine = Engine(scheduler, LookingRunner(runner, decoder, look or recording.look, watched))
     for request in requests:
@@ -106,6 +108,12 @@ def serve(
             recording.tokens[reply.chunk.request_id] += reply.chunk.token_ids
     recording.num_preemptions = scheduler.num_preemptions
     return recording
+
+
+def _blocks_needed(requests: Sequence[EngineRequest], block_size: int) -> int:
+    """A pool is filled with NaN for every run, so one far too large costs more than the run."""
+    lengths = [len(request.prompt_token_ids) + request.max_tokens for request in requests]
+    return 1 + sum(-(-length // block_size) for length in lengths)  # block 0 is never issued
 
 
 def greedy(name: str, prompt: Sequence[int], max_tokens: int) -> EngineRequest:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.actors.engine.build import load_model
+from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
 from shoal.actors.engine.step import SequenceId
 from shoal.kernels.backend import Backend
@@ -18,8 +18,7 @@ from tests.checkpoints import smollm2, tiny_llama
 from tests.oracle.recording import Setup, greedy, serve
 
 
-def our_logits(checkpoint: Path, backend: Backend, tokens: Sequence[int]) -> Tensor:
-    loaded = load_model(checkpoint, backend, max_model_len=len(tokens) + 1)
+def our_logits(loaded: LoadedModel, backend: Backend, tokens: Sequence[int]) -> Tensor:
     rows: dict[int, Tensor] = {}
     setup = Setup(backend=backend, max_num_batched_tokens=64)
 
@@ -39,15 +38,15 @@ def their_logits(checkpoint: Path, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
-def test_smollm2_within_a_thousandth() -> None:
+def test_smollm2_within_a_thousandth(smol: LoadedModel) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     tokenizer: Any = AutoTokenizer.from_pretrained(smollm2())
     story = [{"role": "user", "content": "Write a short story about a fox and a river. " * 12}]
     tokens = tokenizer.apply_chat_template(story, add_generation_prompt=True, return_dict=False)
     assert len(tokens) > 128
-    difference = (our_logits(smollm2(), CpuBackend(2), tokens) - their_logits(smollm2(), tokens)).abs().max()
-    assert difference < 1e-3
+    difference = our_logits(smol, CpuBackend(2), tokens) - their_logits(smollm2(), tokens)
+    assert difference.abs().max() < 1e-3
 
 
 TOKENS = [(7 * i * i + 3 * i) % 500 for i in range(150)]
@@ -83,7 +82,8 @@ TOKENS = [(7 * i * i + 3 * i) % 500 for i in range(150)]
 @pytest.mark.parametrize("backend", [CpuBackend(2), TorchBackend()], ids=["kernels", "reference"])
 def test_llama_of_every_shape(tmp_path: Path, overrides: dict[str, Any], backend: Backend) -> None:
     checkpoint = tiny_llama(tmp_path, **overrides)
-    difference = our_logits(checkpoint, backend, TOKENS) - their_logits(checkpoint, TOKENS)
+    loaded = load_model(checkpoint, backend, max_model_len=len(TOKENS) + 1)
+    difference = our_logits(loaded, backend, TOKENS) - their_logits(checkpoint, TOKENS)
     assert difference.abs().max() < 2e-4
 
 
