@@ -14,6 +14,8 @@ from shoal.cluster.bench.serve.arrivals import ArrivalName
 from shoal.cluster.bench.serve.dialogue import Endpoint
 from shoal.cluster.bench.serve.workload import Lengths, PromptFormat, WorkloadConfig, WorkloadName
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
 app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
@@ -68,7 +70,8 @@ def serve(
     rate: Annotated[float | None, typer.Option(help="Open loop: requests a second.")] = None,
     arrivals: Annotated[ArrivalName, typer.Option(help="Of an open loop.")] = "poisson",
     num_requests: Annotated[
-        int | None, typer.Option(help="Default: 100, or what --duration has room for.")
+        int | None,
+        typer.Option(help="In whole conversations. Default: 100, or what --duration has room for."),
     ] = None,
     duration: Annotated[float | None, typer.Option(help="Seconds after which nothing more is sent.")] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Sessions played before, not counted.")] = 0,
@@ -81,7 +84,7 @@ def serve(
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
     rows: Annotated[bool, typer.Option("--rows", help="One row a request in the JSON.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw a PNG here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
 ) -> None:
     """Load any OpenAI-compatible server; measure throughput, latencies and cached tokens."""
     from shoal.cluster.bench.serve.progress import watched  # noqa: PLC0415
@@ -92,8 +95,12 @@ def serve(
     with _one_line_errors():
         for path in (json_file, plot):
             _check_writable(path)
+        if rows and json_file is None:
+            raise ValueError("--rows go into a file: choose --json")
         if plot is not None and find_spec("matplotlib") is None:
             raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")
+        if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+            raise ValueError(f"--plot {plot} must end in one of {', '.join(PLOT_SUFFIXES)}")
         config = ServeBenchConfig(
             url=url,
             model=model,
@@ -134,7 +141,9 @@ def serve(
 
 def _check_writable(path: Path | None) -> None:
     """Before, not after, minutes of measuring."""
-    if path is not None and not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"cannot write {path}")
 
 

@@ -24,8 +24,8 @@ def record(outcome: Outcome, sent_at: float, client: int | None = 0, due_at: flo
     )
 
 
-def summary(*records: Record, unfinished: int = 0) -> Summary:
-    return summarize(records, started_at=10.0, num_sent=len(records) + unfinished)
+def summary(*records: Record, unfinished: int = 0, num_clients: int | None = None) -> Summary:
+    return summarize(records, started_at=10.0, num_sent=len(records) + unfinished, num_clients=num_clients)
 
 
 def used(output_tokens: int, cached_tokens: int | None = None) -> Usage:
@@ -106,6 +106,7 @@ def test_full_load_is_from_the_last_first_token_to_the_first_last_end() -> None:
     said = summary(
         record(reply([11.0, 12.0, 13.0, 14.0], 14.0), sent_at=10.0, client=0),
         record(reply([12.0, 13.0, 14.0, 15.0], 15.0), sent_at=10.0, client=1),
+        num_clients=2,
     )
     assert said.full_load == FullLoad(duration_s=2.0, output_tokens_per_s=2.0)
 
@@ -113,19 +114,20 @@ def test_full_load_is_from_the_last_first_token_to_the_first_last_end() -> None:
 def test_full_load_bridges_the_requests_of_one_client() -> None:
     said = summary(
         record(reply([11.0], 12.0), sent_at=10.0, client=0),
-        record(reply([13.0, 15.0], 15.0), sent_at=12.0, client=0),
+        record(reply([13.0, 15.0], 16.0), sent_at=12.0, client=0),
         record(reply([12.0, 16.0], 17.0), sent_at=10.0, client=1),
+        num_clients=2,
     )
-    assert said.full_load == FullLoad(duration_s=3.0, output_tokens_per_s=pytest.approx(2 / 3))
+    assert said.full_load == FullLoad(duration_s=4.0, output_tokens_per_s=0.75)
 
 
 def test_no_full_load_in_an_open_loop_or_if_there_was_none() -> None:
-    assert summary(record(reply([11.0, 12.0], 12.0), sent_at=10.0, client=None)).full_load is None
-    said = summary(
-        record(reply([11.0], 11.0), sent_at=10.0, client=0),
-        record(reply([12.0], 12.0), sent_at=10.0, client=1),
-    )
-    assert said.full_load is None
+    one, another = reply([11.0, 12.0], 12.0), reply([13.0], 14.0)
+    assert summary(record(one, sent_at=10.0, client=None)).full_load is None
+    assert summary(record(one, sent_at=10.0, client=0), num_clients=2).full_load is None
+    one_after_the_other = record(one, sent_at=10.0, client=0), record(another, sent_at=10.0, client=1)
+    assert summary(*one_after_the_other, num_clients=2).full_load is None
+    assert summary(num_clients=2).full_load is None
 
 
 def test_percentiles() -> None:

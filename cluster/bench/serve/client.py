@@ -6,6 +6,7 @@ machine with the server, and what it takes is missing there.
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
@@ -147,10 +148,14 @@ class OpenAIClient:
                 return await answer
         except _Refused as refused:
             kind, message = refused.kind, str(refused)
+        except aiohttp.ConnectionTimeoutError:
+            kind, message = "connect", "no answer to the attempt to connect"
         except TimeoutError:
             kind, message = "timeout", f"no whole reply within {self._timeout_s:g} s"
+        except aiohttp.ClientConnectorCertificateError as error:
+            kind, message = "connect", str(error)
         except aiohttp.ClientConnectorError as error:
-            kind, message = "connect", error.os_error.strerror or str(error)
+            kind, message = "connect", _reason(error.os_error)
         except (aiohttp.ClientError, OSError) as error:
             kind, message = "disconnected", str(error) or type(error).__name__
         return Failure(kind=kind, message=" ".join(message.split()), ended_at=self._clock())
@@ -184,6 +189,12 @@ async def _check(response: aiohttp.ClientResponse) -> None:
     except (ValueError, KeyError, TypeError):
         message = body[:200].decode(errors="replace") or response.reason or "no reason given"
     raise _Refused(f"http_{response.status}", message)
+
+
+def _reason(error: OSError) -> str:
+    """Without the address, which asyncio puts in the place of the reason: the caller names the server."""
+    number = error.errno or 0  # below 0 it is a resolver's
+    return os.strerror(number) if number > 0 else error.strerror or str(error)
 
 
 def _error_message(error: Any) -> str:

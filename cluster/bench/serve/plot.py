@@ -19,12 +19,12 @@ BLUE, ORANGE, GREEN, RED = "#2f6fb0", "#d9822b", "#3a9464", "#c23b3b"
 
 
 def draw(run: Run, summary: Summary, path: Path) -> None:
-    assert run.load is not None
     records, done = run.load.records, completed(run.load.records)
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_title(run, summary))
     (over_time, first_tokens), (waits, gaps) = figure.subplots(2, 2)
+    first_tokens.sharex(over_time)
     _over_time(over_time, records, done, run.started_at, summary.duration_s)
     _first_tokens(first_tokens, records, done, run.started_at)
     ttft_s = [reply.text_at[0] - record.due_at for record, reply in done if reply.text_at]
@@ -37,7 +37,6 @@ def draw(run: Run, summary: Summary, path: Path) -> None:
 
 
 def _title(run: Run, summary: Summary) -> str:
-    assert run.server is not None
     config, workload = run.config, run.config.workload
     load = (
         f"{config.num_clients} clients"
@@ -104,7 +103,7 @@ def _spread(axes: Axes, spreads: Mapping[str, tuple[Iterable[float], str]]) -> N
         values = np.sort(1e3 * np.fromiter(seconds, float))
         if not values.size:
             continue
-        axes.plot(values, np.arange(1, values.size + 1) / values.size, color=color, label=name)
+        axes.plot(values, np.linspace(0, 1, values.size), color=color, label=name)
         for percent in (50, 90, 99):
             value = float(np.percentile(values, percent))
             axes.plot(value, percent / 100, "o", color=color, markersize=4)

@@ -25,7 +25,7 @@ def watched(config: ServeBenchConfig, console: Console) -> Run:
         TimeElapsedColumn(),
     )
     num_failed = 0
-    with Progress(*columns, console=console, transient=True) as bars:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("", total=config.planned, failed=0)
 
         def on_record(record: Record) -> None:
@@ -33,4 +33,6 @@ def watched(config: ServeBenchConfig, console: Console) -> Run:
             num_failed += isinstance(record.outcome, Failure)
             bars.update(task, advance=1, failed=num_failed)
 
-        return run_bench(config, lambda stage: bars.update(task, description=stage), on_record)
+        return run_bench(
+            config, on_stage=lambda stage: bars.update(task, description=stage), on_record=on_record
+        )

@@ -21,29 +21,24 @@ CACHED_BY_CHANCE = 0.05
 
 
 def summary_of(run: Run) -> Summary:
-    assert run.load is not None
     return summarize(
         run.load.records,
         started_at=run.started_at,
         num_sent=run.load.num_sent,
         planned=run.config.planned,
+        num_clients=run.config.num_clients,
     )
 
 
-def notes(run: Run, summary: Summary) -> list[str]:
+def notes(run: Run, summary: Summary) -> Iterator[str]:
     """What a reader must know before comparing these numbers with others."""
-    assert run.load is not None and run.server is not None
-    return list(_notes(run, summary, run.load.records, run.server.ignores_eos))
-
-
-def _notes(run: Run, summary: Summary, records: list[Record], ignores_eos: bool) -> Iterator[str]:
-    done = completed(records)
+    done = completed(run.load.records)
     short = sum(
         reply.usage is not None and reply.usage.output_tokens < record.output_len for record, reply in done
     )
     if run.interrupted:
         yield f"interrupted: {summary.unfinished} requests were running and are not counted"
-    if run.config.ignore_eos and not ignores_eos:
+    if run.config.ignore_eos and not run.server.ignores_eos:
         yield "the server refuses ignore_eos"
     if short:
         yield f"{short} of {len(done)} replies ended before the length that was asked for"
@@ -122,7 +117,6 @@ def _add_row(table: Table, title: str, values: Distribution | None, scale: float
 
 
 def as_json(run: Run, summary: Summary, *, with_requests: bool) -> str:
-    assert run.load is not None and run.server is not None
     config = run.config
     workload = config.workload
     document: dict[str, Any] = {
@@ -150,7 +144,7 @@ def as_json(run: Run, summary: Summary, *, with_requests: bool) -> str:
         "server": {"model": run.server.model, "request_fields": run.server.fields},
         "summary": asdict(summary),
         "client_cpu_share": run.cpu_share,
-        "notes": notes(run, summary),
+        "notes": list(notes(run, summary)),
     }
     if with_requests:
         document["requests"] = [_row(record, run.started_at) for record in run.load.records]

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.cluster.bench.serve.arrivals import ArrivalName, arrivals
 from shoal.cluster.bench.serve.client import Failure, OpenAIClient, connected
 from shoal.cluster.bench.serve.dialogue import Dialogue, Endpoint
-from shoal.cluster.bench.serve.load import Clock, LoadGenerator, Record, WallClock
+from shoal.cluster.bench.serve.load import LoadGenerator, Record, WallClock
 from shoal.cluster.bench.serve.workload import Lengths, Session, Workload, WorkloadConfig
 
 DEFAULT_CONCURRENCY = 8
@@ -101,62 +101,84 @@ class Server:
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Filled while it runs, so that an interrupted one can be reported too."""
+    """What was measured, or is being measured: an interrupted run is reported too."""
 
     config: ServeBenchConfig
-    server: Server | None = None
-    load: LoadGenerator | None = None
-    started_at: float = 0.0
-    started: float = 0.0
+    server: Server
+    load: LoadGenerator
+    started: float
     """Seconds since the epoch; everything else is monotonic."""
+    started_at: float
     cpu_share: float = 0.0
     """Of one core, used by this process while it measured."""
     interrupted: bool = False
 
-    async def play(
-        self, on_stage: Callable[[str], None], on_record: Callable[[Record], None], clock: Clock | None = None
-    ) -> None:
-        """Raises BenchError if the server cannot be used at all."""
-        _allow_many_connections()
-        config, clock = self.config, clock or WallClock()
-        workload = Workload(config.workload)
-        async with connected(
-            config.base_url, api_key=config.api_key, timeout_s=config.timeout_s, clock=clock.now
-        ) as client:
-            on_stage("asking the server")
-            self.server = await meet(client, config)
-            load = LoadGenerator(
-                client.ask, clock, endpoint=config.spoken_endpoint, fields=self.server.fields
-            )
-            on_stage("warming up")
-            await load.closed_loop(
-                map(workload.session, range(config.warmup)), config.num_clients or DEFAULT_CONCURRENCY
-            )
-            on_stage("measuring")
-            self.load = LoadGenerator(
-                client.ask,
-                clock,
-                endpoint=config.spoken_endpoint,
-                fields=self.server.fields,
-                on_record=on_record,
-            )
-            self.started, self.started_at, cpu_s = time.time(), clock.now(), time.process_time()
-            try:
-                await self._measure(self.load, workload)
-            finally:
-                wall_s = max(clock.now() - self.started_at, 1e-9)
-                self.cpu_share = (time.process_time() - cpu_s) / wall_s
 
-    async def _measure(self, load: LoadGenerator, workload: Workload) -> None:
-        config = self.config
-        sessions: Iterator[Session] = map(workload.session, count(config.warmup))
+class Bench:
+    def __init__(
+        self,
+        config: ServeBenchConfig,
+        *,
+        on_stage: Callable[[str], None],
+        on_record: Callable[[Record], None],
+    ) -> None:
+        self._config = config
+        self._on_stage = on_stage
+        self._on_record = on_record
+        self._clock = WallClock()
+        self._workload = Workload(config.workload)
+        self.run: Run | None = None
+        """From when measuring begins."""
+
+    async def play(self) -> None:
+        """Raises BenchError if the server cannot be used at all."""
+        config = self._config
+        async with connected(
+            config.base_url, api_key=config.api_key, timeout_s=config.timeout_s, clock=self._clock.now
+        ) as client:
+            self._on_stage("asking the server")
+            server = await meet(client, config)
+            self._on_stage("warming up")
+            await self._generator(client, server).closed_loop(
+                map(self._workload.session, range(config.warmup)), config.num_clients or DEFAULT_CONCURRENCY
+            )
+            self._on_stage("measuring")
+            load = self._generator(client, server, self._on_record)
+            self.run = Run(
+                config=config,
+                server=server,
+                load=load,
+                started=time.time(),
+                started_at=self._clock.now(),
+            )
+            cpu_s = time.process_time()
+            try:
+                await self._measure(load, self.run.started_at)
+            finally:
+                wall_s = max(self._clock.now() - self.run.started_at, 1e-9)
+                self.run.cpu_share = (time.process_time() - cpu_s) / wall_s
+
+    def _generator(
+        self, client: OpenAIClient, server: Server, on_record: Callable[[Record], None] = lambda record: None
+    ) -> LoadGenerator:
+        return LoadGenerator(
+            client.ask,
+            self._clock,
+            endpoint=self._config.spoken_endpoint,
+            fields=server.fields,
+            on_record=on_record,
+        )
+
+    async def _measure(self, load: LoadGenerator, started_at: float) -> None:
+        config = self._config
+        sessions: Iterator[Session] = map(self._workload.session, count(config.warmup))
         if config.num_sessions is not None:
             sessions = islice(sessions, config.num_sessions)
-        until = math.inf if config.duration_s is None else self.started_at + config.duration_s
+        until = math.inf if config.duration_s is None else started_at + config.duration_s
         if config.rate is None:
             await load.closed_loop(sessions, config.num_clients or DEFAULT_CONCURRENCY, until=until)
         else:
-            times = arrivals(config.arrivals, config.rate / workload.turns, config.workload.seed)
+            times = arrivals(config.arrivals, config.rate / self._workload.turns, config.workload.seed)
             await load.open_loop(sessions, times, until=until)
 
 
@@ -201,18 +223,22 @@ def _unusable(config: ServeBenchConfig, failure: Failure) -> BenchError:
 
 def run_bench(
     config: ServeBenchConfig,
+    *,
     on_stage: Callable[[str], None],
     on_record: Callable[[Record], None],
 ) -> Run:
     """Ctrl-C ends it early; what was recorded until then is kept. Raises BenchError."""
-    run = Run(config=config)
+    _allow_many_connections()
+    bench = Bench(config, on_stage=on_stage, on_record=on_record)
+    interrupted = False
     try:
-        asyncio.run(run.play(on_stage, on_record))
+        asyncio.run(bench.play())
     except KeyboardInterrupt:
-        run.interrupted = True
-    if run.load is None:
+        interrupted = True
+    if bench.run is None:
         raise BenchError("interrupted before anything was measured")
-    return run
+    bench.run.interrupted = interrupted
+    return bench.run
 
 
 def _allow_many_connections() -> None:

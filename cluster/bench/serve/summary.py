@@ -106,8 +106,14 @@ def output_tokens(reply: Reply) -> int:
 
 
 def summarize(
-    records: Sequence[Record], *, started_at: float, num_sent: int, planned: int | None = None
+    records: Sequence[Record],
+    *,
+    started_at: float,
+    num_sent: int,
+    planned: int | None = None,
+    num_clients: int | None = None,
 ) -> Summary:
+    """`num_clients` of a closed loop."""
     done = completed(records)
     replies = [reply for _, reply in done]
     usages = [reply.usage for reply in replies if reply.usage]
@@ -134,7 +140,7 @@ def summarize(
         cached_tokens=sum(cached) if cached else None,
         tokens_counted_by="usage" if whole else "both" if usages else "events",
         tokens_per_event=total_out / num_events if num_events else None,
-        full_load=_full_load(done),
+        full_load=None if num_clients is None else _full_load(done, num_clients),
         ttft_s=Distribution.of(reply.text_at[0] - record.due_at for record, reply in done if reply.text_at),
         itl_s=Distribution.of(inter_token_s(replies)),
         tpot_s=Distribution.of(_tpot_s(replies)),
@@ -170,14 +176,16 @@ def _failures(records: Iterable[Record]) -> dict[str, FailureCount]:
     return {kind: FailureCount(count=len(said), example=said[0]) for kind, said in sorted(messages.items())}
 
 
-def _full_load(done: Sequence[Completed]) -> FullLoad | None:
-    first_text, last_end = dict[int, float](), dict[int, float]()
+def _full_load(done: Sequence[Completed], num_clients: int) -> FullLoad | None:
+    first_text, last_end = dict[int | None, float](), dict[int | None, float]()
     for record, reply in done:
-        if record.client is None or not reply.text_at:
-            return None
-        first_text.setdefault(record.client, reply.text_at[0])
-        last_end[record.client] = reply.ended_at
-    if not done or (begin := max(first_text.values())) >= (end := min(last_end.values())):
+        if reply.text_at:
+            first_text.setdefault(record.client, reply.text_at[0])
+            last_end[record.client] = reply.ended_at
+    if len(first_text) < num_clients:
+        return None
+    begin, end = max(first_text.values()), min(last_end.values())
+    if begin >= end:
         return None
     tokens = sum(share for _, reply in done for at, share in token_times(reply) if begin < at <= end)
     return FullLoad(duration_s=end - begin, output_tokens_per_s=tokens / (end - begin))
