@@ -97,10 +97,10 @@ def serve(
             _check_writable(path)
         if rows and json_file is None:
             raise ValueError("--rows go into a file: choose --json")
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")
         if plot is not None and plot.suffix not in PLOT_SUFFIXES:
             raise ValueError(f"--plot {plot} must end in one of {', '.join(PLOT_SUFFIXES)}")
+        if plot is not None and find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")
         config = ServeBenchConfig(
             url=url,
             model=model,
