@@ -2,7 +2,7 @@
 
 client ─HTTP─▶ ingress ──place()──▶ router
                  │  ▲                  ▲
-    EngineRequest│  │TokenBatch        │EngineLoad
+    EngineRequest│  │TokenBatch        │EngineReport
                  ▼  │                  │
                 engine ────────────────┘
 """
@@ -10,6 +10,8 @@ client ─HTTP─▶ ingress ──place()──▶ router
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
+
+from shoal.kvstore.block_hash import BlockKey
 
 EngineId = NewType("EngineId", str)
 IngressId = NewType("IngressId", str)
@@ -55,8 +57,20 @@ class SamplingParams:
     """0 keeps every token; at most 2**31 - 1"""
     top_p: float = 1.0
     """in (0, 1]"""
+    min_p: float = 0.0
+    """in [0, 1]: drops tokens less likely than this share of the likeliest"""
     seed: int = 0
     """signed 64 bit"""
+    presence_penalty: float = 0.0
+    """taken once from the logit of every token of the output so far"""
+    frequency_penalty: float = 0.0
+    """taken from it as often as the token was drawn"""
+    repetition_penalty: float = 1.0
+    """> 0; divides the positive logits of prompt and output tokens, multiplies the negative ones"""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once"""
+    min_tokens: int = 0
+    """No stop token is drawn before the output has so many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +84,24 @@ class EngineRequest:
     max_tokens: int
     stop_token_ids: frozenset[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    logprobs: int | None = None
+    """So many of the likeliest tokens are reported beside each drawn one; 0 reports the drawn ones only."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt, which is then computed in full: no cached prefix is used."""
+    cache_salt: str = ""
+    """Only requests of one salt share cached prefixes."""
+    priority: int = 0
+    """Lower is sooner; equal ones go by arrival."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Natural logarithms of the model's own distribution, before temperature, penalties and bias."""
+
+    logprob: float
+    """Of the token that was drawn, or that the prompt has here."""
+    top: tuple[tuple[int, float], ...] = ()
+    """The likeliest (token id, logprob), likeliest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +114,12 @@ class TokenChunk:
     request_id: RequestId
     attempt: int
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One for each of token_ids if they were asked for."""
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens from the second on, in pieces as they are computed: the first has none."""
+    num_cached_tokens: int | None = None
+    """In the request's first chunk with a token: how many of its prompt were not computed for it."""
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     """Set exactly when finish_reason is ERROR."""
@@ -95,20 +133,52 @@ class TokenBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    engine_id: EngineId
+class PlacementRequest:
+    """What the router must know to place one attempt."""
+
+    request_id: RequestId
+    attempt: int
+    num_prompt_tokens: int
+    block_keys: tuple[BlockKey, ...] = ()
+    """Of the prompt's complete blocks, in order."""
+    exclude: frozenset[EngineId] = frozenset()
+    """Engines that this request has already failed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """An engine's own account of its work, pushed to the router when it changes."""
+class Placement:
+    engine_id: EngineId
+    expected_hit_tokens: int
+    """Tokens of the prompt that the engine is believed to hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """An engine's own account of its work and of the prefixes it holds, pushed to the router in batches."""
 
     engine_id: EngineId
     sequence: int
-    """Grows by one a report, so that a late one is recognised."""
+    """Grows by one a report, so that a lost one is noticed: the prefixes are then asked for as a whole."""
     num_requests: int
+    uncomputed_tokens: int
+    """Of all its requests' prompts: work that stands before a new one's first token."""
+    tokens_per_s: float
+    """How fast it lately computed prompts; 0 before the first."""
     received: tuple[tuple[RequestId, int], ...]
     """(request, attempt) pairs that arrived since the report before; the router drops its notes of them."""
+    stored: tuple[BlockKey, ...] = ()
+    """Blocks that became a cached prefix since the report before, parents first,"""
+    removed: tuple[BlockKey, ...] = ()
+    """and those that were evicted. A key is in at most one of both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSnapshot:
+    """All the prefixes an engine held when it made its report `sequence`."""
+
+    engine_id: EngineId
+    sequence: int
+    block_keys: tuple[BlockKey, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +190,10 @@ class ModelCard:
     """A directory readable on every node that runs an ingress."""
     max_model_len: int
     """Prompt and output together, in tokens."""
+    block_size: int
+    """Tokens a block key covers."""
+    fingerprint: bytes
+    """What computed keys and values depend on beside the tokens: names the root of all block keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,31 +1,49 @@
 """A step is a plan, then a result: the scheduler decides with integers, the runner obeys."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
-from shoal.actors.messages import SamplingParams
+from shoal.actors.messages import SamplingParams, TokenLogprob
 
 SequenceId = NewType("SequenceId", int)
 """Unique within one engine process, in order of arrival."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """How to draw the token that follows a sequence's last one."""
+
+    sampling: SamplingParams
+    num_prompt_tokens: int
+    """Tokens from this position on are output: penalties tell them apart."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """What must not be drawn while the output is shorter than sampling.min_tokens."""
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
-    """Compute the K/V rows of `token_ids` at positions `start`, `start + 1`, ..."""
+    """Compute the K/V rows of the tokens at positions start, start + 1, ..., end - 1.
+
+    The tokens themselves are in the runner's token pool, at `row`: the scheduler may plan a step before the
+    token that it computes has been drawn.
+    """
 
     sequence_id: SequenceId
+    row: int
+    """Of the token pool; one for each running sequence."""
     start: int
-    token_ids: tuple[int, ...]
+    end: int
     block_table: tuple[BlockId, ...]
     slot: BlockId = NO_BLOCK
-    draw: SamplingParams | None = None
-    """Draw the token that follows the last one; None inside a prompt."""
-
-    @property
-    def end(self) -> int:
-        """The position of the token that follows."""
-        return self.start + len(self.token_ids)
+    known_tokens: tuple[int, ...] = ()
+    """All the sequence's tokens from position 0, in its first step since it was admitted: they go to the pool,
+    and so does every token drawn, at position `end` of its step."""
+    draw: Draw | None = None
+    """Draw the token at position `end`; None inside a prompt."""
+    prompt_logprobs: int | None = None
+    """Report the logprobs of the prompt's tokens at positions start + 1, ..., end (as far as there are)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +53,18 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(sequence.token_ids) for sequence in self.sequences)
+        return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    token_id: int
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     step_id: int
-    tokens: dict[SequenceId, int]
-    """The drawn token of every sequence whose plan said `draw`."""
+    drawn: dict[SequenceId, Drawn]
+    """Of every sequence whose plan said `draw`."""
+    prompt_logprobs: dict[SequenceId, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -1,18 +1,22 @@
-"""`shoal bench`: speed, always beside a peer in the same run."""
+"""`shoal bench`: one engine beside a peer, or any server that speaks OpenAI's API under load."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-app = typer.Typer(help="Measure speed beside a peer, in the same run.", no_args_is_help=True)
+from shoal.cluster.bench.serve.arrivals import ArrivalName
+from shoal.cluster.bench.serve.dialogue import Endpoint
+from shoal.cluster.bench.serve.workload import Lengths, PromptFormat, WorkloadConfig, WorkloadName
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-@app.callback()
-def _root() -> None:
-    """Keeps `engine` a sub-command even while it is the only one."""
+app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 
 
 @app.command()
@@ -37,3 +41,120 @@ def engine(
     )
     rows = bench_engine(config, TransformersPeer(checkpoint, threads), console)
     report(rows, vs, json_file, console)
+
+
+@app.command()
+def serve(
+    *,
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the one that the server lists first.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="SHOAL_API_KEY", help="Sent as a bearer token.")
+    ] = None,
+    endpoint: Annotated[
+        Endpoint | None, typer.Option(help="Default: chat for text, completions for token ids.")
+    ] = None,
+    workload: Annotated[
+        WorkloadName,
+        typer.Option(help="Independent requests, groups that share a prefix, or conversations."),
+    ] = "random",
+    prompt_format: Annotated[PromptFormat, typer.Option(help="What prompts are made of.")] = "text",
+    input_len: Annotated[str, typer.Option(help="Tokens of each turn: N, or MIN:MAX drawn evenly.")] = "256",
+    output_len: Annotated[str, typer.Option(help="Tokens of each reply: N, or MIN:MAX drawn evenly.")] = "64",
+    groups: Annotated[int | None, typer.Option(help="Prefixes. Default: 4; multi-turn: 1.")] = None,
+    prefix_len: Annotated[
+        int | None, typer.Option(help="Tokens of a shared prefix. Default: 512; multi-turn: 0.")
+    ] = None,
+    turns: Annotated[int | None, typer.Option(help="Of a multi-turn conversation. Default: 4.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Closed loop: clients. Default: 8.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Open loop: requests a second.")] = None,
+    arrivals: Annotated[ArrivalName, typer.Option(help="Of an open loop.")] = "poisson",
+    num_requests: Annotated[
+        int | None,
+        typer.Option(help="In whole conversations. Default: 100, or what --duration has room for."),
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="Seconds after which nothing more is sent.")] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Sessions played before, not counted.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Of prompts, lengths and arrivals: the same seed sends the same.")
+    ] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds for a whole reply.")] = 300.0,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for replies of full length, if the server can.")
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    rows: Annotated[bool, typer.Option("--rows", help="One row a request in the JSON.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
+) -> None:
+    """Load any OpenAI-compatible server; measure throughput, latencies and cached tokens."""
+    from shoal.cluster.bench.serve.progress import watched  # noqa: PLC0415
+    from shoal.cluster.bench.serve.report import as_json, show, summary_of, write  # noqa: PLC0415
+    from shoal.cluster.bench.serve.run import ServeBenchConfig  # noqa: PLC0415
+
+    console = Console()
+    with _one_line_errors():
+        for path in (json_file, plot):
+            _check_writable(path)
+        if rows and json_file is None:
+            raise ValueError("--rows go into a file: choose --json")
+        if plot is not None and plot.suffix not in PLOT_SUFFIXES:
+            raise ValueError(f"--plot {plot} must end in one of {', '.join(PLOT_SUFFIXES)}")
+        if plot is not None and find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")
+        config = ServeBenchConfig(
+            url=url,
+            model=model,
+            api_key=api_key,
+            endpoint=endpoint,
+            workload=WorkloadConfig(
+                name=workload,
+                prompt_format=prompt_format,
+                input_len=Lengths.parse(input_len),
+                output_len=Lengths.parse(output_len),
+                groups=groups,
+                prefix_len=prefix_len,
+                turns=turns,
+                seed=seed,
+            ),
+            concurrency=concurrency,
+            rate=rate,
+            arrivals=arrivals,
+            num_requests=num_requests,
+            duration_s=duration,
+            warmup=warmup,
+            timeout_s=timeout,
+            ignore_eos=ignore_eos,
+        )
+        run = watched(config, Console(stderr=True))
+    summary = summary_of(run)
+    show(run, summary, console)
+    if json_file is not None:
+        write(json_file, as_json(run, summary, with_requests=rows), console)
+    if plot is not None:
+        from shoal.cluster.bench.serve.plot import draw  # noqa: PLC0415  (matplotlib is an extra)
+
+        draw(run, summary, plot)
+        console.print(f"drawn to {plot}", highlight=False, soft_wrap=True)
+    if not summary.completed:
+        raise typer.Exit(1)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before, not after, minutes of measuring."""
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ValueError(f"cannot write {path}")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    from shoal.cluster.bench.serve.run import BenchError  # noqa: PLC0415
+
+    try:
+        yield
+    except (BenchError, ValueError) as error:
+        Console(stderr=True).print(
+            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
+        raise typer.Exit(1) from error

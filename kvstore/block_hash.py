@@ -1,0 +1,33 @@
+"""Names of prefix blocks: equal in every process and on every machine, and different for different bytes.
+
+key(block i) = blake2b(key(block i - 1), token ids of block i); key(block -1) = blake2b(fingerprint, salt).
+A key names the block and all before it, so one lookup tells whether a whole prefix is the same.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NewType
+
+import numpy as np
+
+BlockKey = NewType("BlockKey", bytes)
+
+KEY_BYTES = 16
+"""Two different prefixes share a key with a probability of about n² / 2¹²⁹ among n of them."""
+
+
+def root_key(fingerprint: bytes, salt: str) -> BlockKey:
+    """The parent of first blocks. Nothing computed under another fingerprint or salt can have a key below it."""
+    length = len(fingerprint).to_bytes(8, "little")  # so that no byte can move from one to the other
+    return BlockKey(blake2b(length + fingerprint + salt.encode(), digest_size=KEY_BYTES).digest())
+
+
+def extend_keys(parent: BlockKey, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:
+    """Keys of the complete blocks of `token_ids`, which follow the block named `parent`; ids below 2**32."""
+    tokens = np.asarray(token_ids, dtype="<u4")
+    keys = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        block = tokens[start : start + block_size].tobytes()
+        parent = BlockKey(blake2b(parent + block, digest_size=KEY_BYTES).digest())
+        keys.append(parent)
+    return keys
