@@ -40,6 +40,7 @@ class Wishes(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     position: int
 
@@ -51,6 +52,7 @@ def sampling(count: int, **wishes: Unpack[Wishes]) -> Sampling:
         temperature_T=torch.full((count,), float(wishes.get("temperature", 1.0))),
         top_k_T=torch.full((count,), wishes.get("top_k", 0), dtype=torch.int32),
         top_p_T=torch.full((count,), wishes.get("top_p", 1.0)),
+        min_p_T=torch.full((count,), float(wishes.get("min_p", 0.0))),
         seed_T=torch.full((count,), wishes.get("seed", 7), dtype=torch.int64),
         position_T=torch.arange(first, first + count),
     )

@@ -120,6 +120,7 @@ def mixed(rows: int) -> Sampling:
         temperature_T=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.3]).repeat(rows)[:rows],
         top_k_T=torch.tensor([0, 50, 0, 1, 3000, 0, 17], dtype=torch.int32).repeat(rows)[:rows],
         top_p_T=torch.tensor([1.0, 0.9, 0.5, 0.99, 0.05]).repeat(rows)[:rows],
+        min_p_T=torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.003, 1.0]).repeat(rows)[:rows],
         seed_T=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
         position_T=torch.randint(0, 100_000, (rows,), generator=generator),
     )
@@ -147,6 +148,7 @@ def test_a_row_draws_alone() -> None:
             temperature_T=how.temperature_T[mine],
             top_k_T=how.top_k_T[mine],
             top_p_T=how.top_p_T[mine],
+            min_p_T=how.min_p_T[mine],
             seed_T=how.seed_T[mine],
             position_T=how.position_T[mine],
         )
