@@ -111,7 +111,7 @@ class TorchBackend:
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
         """See sample.cpp for the words. Sums are exact there and here, so the tokens are the same."""
-        logits_TV = _without_nan(_adjusted(logits_TV, how.adjustments))
+        logits_TV = _without_nan(adjusted(logits_TV, how.adjustments))
         greedy_T = (logits_TV == logits_TV.max(-1, keepdim=True).values).int().argmax(-1)
         weight_TV = _weights(logits_TV, how.temperature_T[:, None])
         weight_TV = weight_TV.masked_fill(weight_TV < how.min_p_T[:, None], 0)
@@ -138,7 +138,7 @@ class TorchBackend:
         logits_RV = _without_nan(logits_TV[row_R])
         best_R1 = logits_RV.max(-1, keepdim=True).values.double()
         sum_R1 = _weights(logits_RV, torch.ones_like(logits_RV[:, :1])).sum(-1, keepdim=True)
-        logprob_RV = (logits_RV.double() - best_R1 - _ln(sum_R1)).masked_fill(sum_R1 == 0, -torch.inf)
+        logprob_RV = (logits_RV.double() - best_R1 - ln(sum_R1)).masked_fill(sum_R1 == 0, -torch.inf)
         top_ids_RK = logits_RV.sort(dim=-1, descending=True, stable=True).indices[:, :top]
         return Logprobs(
             logprob_R=logprob_RV.gather(-1, token_R[:, None]).squeeze(-1),
@@ -209,7 +209,7 @@ def _without_nan(logits_TV: Tensor) -> Tensor:
     return logits_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _adjusted(logits_TV: Tensor, adjustments: Sequence[Adjustment]) -> Tensor:
+def adjusted(logits_TV: Tensor, adjustments: Sequence[Adjustment]) -> Tensor:
     if adjustments:
         logits_TV = logits_TV.clone()
     for by in adjustments:
@@ -235,7 +235,7 @@ def _weights(logits_TV: Tensor, temperature_T1: Tensor) -> Tensor:
     return ((weight_TV * 2**34).round() / 2**34).nan_to_num(nan=0.0)
 
 
-def _ln(x: Tensor) -> Tensor:
+def ln(x: Tensor) -> Tensor:
     m, exponent = torch.frexp(x)
     small = m < 0.7071067811865476
     m, exponent = torch.where(small, m * 2, m), exponent - small.int()
