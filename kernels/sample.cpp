@@ -224,18 +224,27 @@ const float* adjusted(const float* logits, long n, const Adjustment& by) {
     float* x = copy.data();
     for (long i = 0; i < by.biases; i++) x[by.bias_ids[i]] += by.bias[i];
 
-    static thread_local std::vector<uint32_t> marks;  // of each id: how often the output has it; zeros between calls
+    static thread_local std::vector<uint32_t> marks;    // of each id: how often the output has it; zeros between calls
+    static thread_local std::vector<int64_t> distinct;  // the ids that have a mark
     constexpr uint32_t IN_PROMPT = 1u << 31;
     if (long(marks.size()) < n) marks.resize(n);
+    distinct.resize(by.count + 1);
+    long num_distinct = 0;
+    auto note = [&, list = distinct.data()](int64_t id, bool is_new) {  // a branch would be guessed wrong too often
+        list[num_distinct] = id;
+        num_distinct += is_new;
+    };
     const int64_t *end = by.tokens + by.count, *output = by.tokens + by.prompt;
-    const int64_t* first = by.repetition == 1 ? output : by.tokens;
-    for (auto id = first; id < output; id++) marks[*id] = IN_PROMPT;
-    for (auto id = output; id < end; id++) marks[*id]++;
-    for (auto id = first; id < end; id++) {
-        if (!marks[*id]) continue;  // has been here
-        const uint32_t drawn = marks[*id] & ~IN_PROMPT;
-        marks[*id] = 0;
-        float& v = x[*id];
+    for (auto id = by.repetition == 1 ? output : by.tokens; id < output; id++) {
+        note(*id, !marks[*id]);
+        marks[*id] = IN_PROMPT;
+    }
+    for (auto id = output; id < end; id++) note(*id, !marks[*id]++);
+    for (long i = 0; i < num_distinct; i++) {
+        const int64_t id = distinct[i];
+        const uint32_t drawn = marks[id] & ~IN_PROMPT;
+        marks[id] = 0;
+        float& v = x[id];
         v = v > 0 ? v / by.repetition : v * by.repetition;
         v -= by.frequency * float(drawn);
         v -= by.presence * float(drawn > 0);
