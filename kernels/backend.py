@@ -58,8 +58,31 @@ class LayerKV:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Adjustment:
+    """What one row of logits is changed by before its token is drawn: bias, then penalties."""
+
+    row: int
+    token_ids: Tensor
+    """int64 [n]: prompt, then output"""
+    num_prompt_tokens: int
+    repetition_penalty: float
+    """divides the positive logits of all that occurs in prompt or output, multiplies the negative ones"""
+    frequency_penalty: float
+    """taken from a logit as often as its token is in the output"""
+    presence_penalty: float
+    """taken once if it is there at all"""
+    bias_ids: Tensor
+    """int64 [m]; an id may come again"""
+    bias: Tensor
+    """float32 [m], added to their logits; minus infinity forbids a token"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Sampling:
-    """How to draw each row's next token. Row t draws from (seed, position) alone."""
+    """How to draw each row's next token. Row t draws from (seed, position) alone.
+
+    Filters apply in this order: temperature, min_p, top_k, top_p.
+    """
 
     temperature_T: Tensor
     """float32 [T]; 0 takes the largest logit, the lowest id among equals"""
@@ -67,10 +90,26 @@ class Sampling:
     """int32 [T]; 0 keeps all"""
     top_p_T: Tensor
     """float32 [T] in (0, 1]"""
+    min_p_T: Tensor
+    """float32 [T] in [0, 1]: the least share of the likeliest token's probability that is kept"""
     seed_T: Tensor
     """int64 [T]"""
     position_T: Tensor
     """int64 [T]: the position the drawn token will take"""
+    adjustments: Sequence[Adjustment] = ()
+    """At most one a row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Logprobs:
+    """Natural logarithms of probabilities under the logits as they are; minus infinity for NaN."""
+
+    logprob_R: Tensor
+    """float64 [R]: of each row's own token"""
+    top_ids_RK: Tensor
+    """int64 [R, K]: each row's likeliest tokens, likeliest first, the lower id first among equals"""
+    top_RK: Tensor
+    """float64 [R, K]: theirs"""
 
 
 class Tape(Protocol):
@@ -151,5 +190,12 @@ class Backend(Protocol):
         ...
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
-        """int64 [T]: one token a row."""
+        """int64 [T]: one token a row. The logits stay as they are."""
+        ...
+
+    def logprobs(self, logits_TV: Tensor, row_R: Tensor, token_R: Tensor, top: int) -> Logprobs:
+        """How likely row_R[i] makes token_R[i], and its `top` likeliest, as far as there are so many.
+
+        int64, both. Rows are named so that none is copied.
+        """
         ...

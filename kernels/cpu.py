@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
 
 # Names the bits, of every instruction set alike. Bump it with any change that alters a bit of any output:
 # computed keys and values are shared under this name.
@@ -140,22 +140,45 @@ class CpuBackend:
         return tape.close(self._threads)
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
-        vocabulary = logits_TV.shape[-1]
-        rows, stride = _matrix("logits", logits_TV, vocabulary)
-        if not 0 < vocabulary <= 1 << 19:  # up to here sums of weights are exact
-            raise ValueError(f"a vocabulary of {vocabulary} cannot be sampled exactly; 1 to 524288 can")
+        rows, stride, vocabulary = _logits(logits_TV)
         _expect("temperature", how.temperature_T, torch.float32, (rows,))
         _expect("top_k", how.top_k_T, torch.int32, (rows,))
         _expect("top_p", how.top_p_T, torch.float32, (rows,))
+        _expect("min_p", how.min_p_T, torch.float32, (rows,))
         _expect("seed", how.seed_T, torch.int64, (rows,))
         _expect("position", how.position_T, torch.int64, (rows,))
+        adjustments = [_adjustment(adjustment) for adjustment in how.adjustments]
         token_T = torch.empty(rows, dtype=torch.int64)
-        self._kernels.sample(
+        failed = self._kernels.sample(
             *(logits_TV.data_ptr(), stride, rows, vocabulary),
             *(how.temperature_T.data_ptr(), how.top_k_T.data_ptr(), how.top_p_T.data_ptr()),
-            *(how.seed_T.data_ptr(), how.position_T.data_ptr(), token_T.data_ptr(), self._threads),
+            *(how.min_p_T.data_ptr(), how.seed_T.data_ptr(), how.position_T.data_ptr()),
+            *((library.Adjustment * len(adjustments))(*adjustments), len(adjustments)),
+            *(token_T.data_ptr(), self._threads),
         )
+        if failed:
+            outside = f"outside 0..{rows - 1} or twice, or an id outside 0..{vocabulary - 1}"
+            raise ValueError(f"adjustments name a row {outside}")
         return token_T
+
+    def logprobs(self, logits_TV: Tensor, row_R: Tensor, token_R: Tensor, top: int) -> Logprobs:
+        rows, stride, vocabulary = _logits(logits_TV)
+        count, top = len(row_R), min(top, vocabulary)
+        _expect("row", row_R, torch.int64, (count,))
+        _expect("token", token_R, torch.int64, (count,))
+        said = Logprobs(
+            logprob_R=torch.empty(count, dtype=torch.float64),
+            top_ids_RK=torch.empty(count, top, dtype=torch.int64),
+            top_RK=torch.empty(count, top, dtype=torch.float64),
+        )
+        failed = self._kernels.logprobs(
+            *(logits_TV.data_ptr(), stride, rows, vocabulary),
+            *(row_R.data_ptr(), token_R.data_ptr(), count, top),
+            *(said.logprob_R.data_ptr(), said.top_ids_RK.data_ptr(), said.top_RK.data_ptr(), self._threads),
+        )
+        if failed:
+            raise ValueError(f"a row is outside 0..{rows - 1} or a token outside 0..{vocabulary - 1}")
+        return said
 
     def _run(self, kernel: library.Function, op: Op, rows: Rows | None = None) -> None:
         where = library.Rows(count=op.num_rows) if rows is None else _rows(rows)
@@ -310,6 +333,29 @@ def _pool(kv: LayerKV) -> library.Pool:
     bf16 = k.dtype is torch.bfloat16
     strides = (k.stride(0), v.stride(0))
     return library.Pool(k.data_ptr(), v.data_ptr(), *strides, blocks, block_rows, heads, head_size, bf16)
+
+
+def _logits(logits_TV: Tensor) -> tuple[int, int, int]:
+    """Rows, row stride and vocabulary."""
+    vocabulary = logits_TV.shape[-1]
+    rows, stride = _matrix("logits", logits_TV, vocabulary)
+    if not 0 < vocabulary <= 1 << 19:  # up to here sums of weights are exact
+        raise ValueError(f"a vocabulary of {vocabulary} cannot be sampled exactly; 1 to 524288 can")
+    return rows, stride, vocabulary
+
+
+def _adjustment(by: Adjustment) -> library.Adjustment:
+    count, biases = len(by.token_ids), len(by.bias_ids)
+    _expect("token_ids", by.token_ids, torch.int64, (count,))
+    _expect("bias_ids", by.bias_ids, torch.int64, (biases,))
+    _expect("bias", by.bias, torch.float32, (biases,))
+    if not 0 <= by.num_prompt_tokens <= count:
+        raise ValueError(f"{by.num_prompt_tokens} of {count} tokens are said to be the prompt's")
+    return library.Adjustment(
+        *(by.row, by.token_ids.data_ptr(), count, by.num_prompt_tokens),
+        *(by.repetition_penalty, by.frequency_penalty, by.presence_penalty),
+        *(by.bias_ids.data_ptr(), by.bias.data_ptr(), biases),
+    )
 
 
 def _kind(weights: Sequence[Tensor]) -> tuple[torch.dtype, int]:

@@ -75,6 +75,15 @@ class AttentionOp(ctypes.Structure):
     )
 
 
+# `Adjustment` of sample.cpp.
+class Adjustment(ctypes.Structure):
+    _fields_ = (
+        *(("row", _L), ("tokens", _P), ("count", _L), ("prompt", _L)),
+        *(("repetition", _F), ("frequency", _F), ("presence", _F)),
+        *(("bias_ids", _P), ("bias", _P), ("biases", _L)),
+    )
+
+
 Function = Callable[..., int]
 Op = LinearOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
 
@@ -90,13 +99,14 @@ class Call(ctypes.Structure):
 
 _PER_ISA: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("linear", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
-    "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _I),
+    "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _P, _I),
+    "logprobs": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _P, _P, _I),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The functions of one instruction set. Each runs without the GIL; 1 means rows out of range."""
+    """The functions of one instruction set. Each runs without the GIL; 1 means rows or ids out of range."""
 
     isa: str
     linear: Function
@@ -106,6 +116,7 @@ class Kernels:
     store: Function
     attention: Function
     sample: Function
+    logprobs: Function
 
 
 def kernels(isa: str | None = None) -> Kernels:

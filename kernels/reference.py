@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,13 +114,10 @@ class TorchBackend:
 
     def sample(self, logits_TV: Tensor, how: Sampling) -> Tensor:
         """See sample.cpp for the words. Sums are exact there and here, so the tokens are the same."""
-        logits_TV = logits_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        best_T1 = logits_TV.max(-1, keepdim=True).values
-        greedy_T = (logits_TV == best_T1).int().argmax(-1)
-        temperature_T1 = how.temperature_T[:, None]
-        weight_TV = _exp2((logits_TV - best_T1) * (1.4426950408889634 / temperature_T1)).double()
-        weight_TV = (weight_TV * 2**34).round() / 2**34
-        weight_TV = weight_TV.nan_to_num(nan=0.0)
+        logits_TV = _without_nan(adjusted(logits_TV, how.adjustments))
+        greedy_T = (logits_TV == logits_TV.max(-1, keepdim=True).values).int().argmax(-1)
+        weight_TV = _weights(logits_TV, how.temperature_T[:, None])
+        weight_TV = weight_TV.masked_fill(weight_TV < how.min_p_T[:, None], 0)
 
         weight_TV, id_TV = weight_TV.sort(dim=-1, descending=True, stable=True)
         rank_V = torch.arange(weight_TV.shape[1], device=self._device)
@@ -138,6 +135,19 @@ class TorchBackend:
         u_T = torch.tensor([uniform(*d) for d in draws], dtype=torch.float64, device=self._device)
         drawn_T = (sum_TV > (u_T * total_T)[:, None]).int().argmax(-1)
         return torch.where((how.temperature_T > 0) & (total_T > 0), drawn_T, greedy_T)
+
+    def logprobs(self, logits_TV: Tensor, row_R: Tensor, token_R: Tensor, top: int) -> Logprobs:
+        """See sample.cpp for the words, and for why the logarithm is spelled out."""
+        logits_RV = _without_nan(logits_TV[row_R])
+        best_R1 = logits_RV.max(-1, keepdim=True).values.double()
+        sum_R1 = _weights(logits_RV, torch.ones_like(logits_RV[:, :1])).sum(-1, keepdim=True)
+        logprob_RV = (logits_RV.double() - best_R1 - ln(sum_R1)).masked_fill(sum_R1 == 0, -torch.inf)
+        top_ids_RK = logits_RV.sort(dim=-1, descending=True, stable=True).indices[:, :top]
+        return Logprobs(
+            logprob_R=logprob_RV.gather(-1, token_R[:, None]).squeeze(-1),
+            top_ids_RK=top_ids_RK,
+            top_RK=logprob_RV.gather(-1, top_ids_RK),
+        )
 
     def _to_float(self, weight: Tensor) -> Tensor:
         return weight.to(self._device, torch.float32)
@@ -196,6 +206,47 @@ def _gather(pool_PBHD: Tensor, table_N: Tensor, length: int) -> Tensor:
     """The first `length` rows of a sequence, as float32 [length, H, D]."""
     blocks = -(-length // pool_PBHD.shape[1])
     return pool_PBHD[table_N[:blocks].long()].flatten(0, 1)[:length].float()
+
+
+def _without_nan(logits_TV: Tensor) -> Tensor:
+    return logits_TV.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def adjusted(logits_TV: Tensor, adjustments: Sequence[Adjustment]) -> Tensor:
+    if adjustments:
+        logits_TV = logits_TV.clone()
+    for by in adjustments:
+        x_V = logits_TV[by.row]
+        x_V.index_put_((by.bias_ids,), by.bias, accumulate=True)
+        in_prompt_V, drawn_V = (
+            torch.bincount(ids, minlength=len(x_V)).float()
+            for ids in (by.token_ids[: by.num_prompt_tokens], by.token_ids[by.num_prompt_tokens :])
+        )
+        repetition, frequency, presence = (
+            x_V.new_tensor(p) for p in (by.repetition_penalty, by.frequency_penalty, by.presence_penalty)
+        )
+        repeated_V = torch.where(x_V > 0, x_V / repetition, x_V * repetition)
+        x_V.copy_(torch.where(in_prompt_V + drawn_V > 0, repeated_V, x_V))
+        x_V -= frequency * drawn_V
+        x_V -= presence * (drawn_V > 0)
+    return logits_TV
+
+
+def _weights(logits_TV: Tensor, temperature_T1: Tensor) -> Tensor:
+    best_T1 = logits_TV.max(-1, keepdim=True).values
+    weight_TV = _exp2((logits_TV - best_T1) * (1.4426950408889634 / temperature_T1)).double()
+    return ((weight_TV * 2**34).round() / 2**34).nan_to_num(nan=0.0)
+
+
+def ln(x: Tensor) -> Tensor:
+    m, exponent = torch.frexp(x)
+    small = m < 0.7071067811865476
+    m, exponent = torch.where(small, m * 2, m), exponent - small.int()
+    s = (m - 1) / (m + 1)
+    z, series = s * s, torch.zeros_like(s)
+    for k in range(23, 0, -2):
+        series = series * z + 1 / k
+    return exponent.double() * 0.6931471805599453 + 2 * s * series
 
 
 def _exp2(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ MAY_IMPORT = {
 TORCH_HALF = (
     "shoal.actors.engine.build",
     "shoal.actors.engine.runner",
+    "shoal.actors.engine.sampler",
     "shoal.actors.engine.models",
 )
 BENCH = "shoal.cluster.bench"

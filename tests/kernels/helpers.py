@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import LayerKV, Rows, Sampling
+from shoal.kernels.backend import Adjustment, LayerKV, Rows, Sampling
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
 
@@ -40,8 +40,10 @@ class Wishes(TypedDict, total=False):
     temperature: float
     top_k: int
     top_p: float
+    min_p: float
     seed: int
     position: int
+    adjustments: Sequence[Adjustment]
 
 
 def sampling(count: int, **wishes: Unpack[Wishes]) -> Sampling:
@@ -51,8 +53,32 @@ def sampling(count: int, **wishes: Unpack[Wishes]) -> Sampling:
         temperature_T=torch.full((count,), float(wishes.get("temperature", 1.0))),
         top_k_T=torch.full((count,), wishes.get("top_k", 0), dtype=torch.int32),
         top_p_T=torch.full((count,), wishes.get("top_p", 1.0)),
+        min_p_T=torch.full((count,), float(wishes.get("min_p", 0.0))),
         seed_T=torch.full((count,), wishes.get("seed", 7), dtype=torch.int64),
         position_T=torch.arange(first, first + count),
+        adjustments=wishes.get("adjustments", ()),
+    )
+
+
+def adjustment(
+    row: int = 0,
+    tokens: Sequence[int] = (),
+    *,
+    prompt: int = 0,
+    repetition: float = 1.0,
+    frequency: float = 0.0,
+    presence: float = 0.0,
+    bias: Sequence[tuple[int, float]] = (),
+) -> Adjustment:
+    return Adjustment(
+        row=row,
+        token_ids=torch.tensor(tokens, dtype=torch.int64),
+        num_prompt_tokens=prompt,
+        repetition_penalty=repetition,
+        frequency_penalty=frequency,
+        presence_penalty=presence,
+        bias_ids=torch.tensor([token_id for token_id, _ in bias], dtype=torch.int64),
+        bias=torch.tensor([added for _, added in bias], dtype=torch.float32),
     )
 
 

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shoal.kernels.backend import LayerKV, Rotary, Rows
 from shoal.kernels.cpu import CpuBackend
-from tests.kernels.helpers import BEST, REFERENCE, Paged, rows, sampling
+from tests.kernels.helpers import BEST, REFERENCE, Paged, adjustment, rows, sampling
 
 PAGED = Paged(heads=4, kv_heads=2, head_size=16, lengths=[40])
 W = BEST.pack([torch.ones(8, 16)])
@@ -95,6 +96,13 @@ REFUSED: dict[str, Callable[[], object]] = {
         zeros(1, 2, 16), zeros(1, 2, 16), pool(), rows([(0, 48)], TABLE)
     ),
     "wishes of another count": lambda: BEST.sample(zeros(2, 10), sampling(3)),
+    "token ids of another dtype": lambda: BEST.sample(
+        zeros(1, 10), sampling(1, adjustments=[replace(adjustment(), token_ids=zeros(2, dtype=torch.int32))])
+    ),
+    "biases of another count": lambda: BEST.sample(
+        zeros(1, 10), sampling(1, adjustments=[replace(adjustment(), bias=zeros(2))])
+    ),
+    "tokens for other rows": lambda: BEST.logprobs(zeros(2, 10), torch.arange(2), torch.arange(1), 1),
     "an empty vocabulary": lambda: BEST.sample(zeros(2, 0), sampling(2)),
     "no threads": lambda: CpuBackend(0),
 }

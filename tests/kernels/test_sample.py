@@ -65,13 +65,32 @@ class TestWhatIsKept:
         counts = drawn(backend, [0.3, 0.1, 0.2, 0.4], top_k=2, top_p=0.5)  # of 0.7, 0.4 is enough
         assert counts == [0, 0, 0, 400]
 
+    def test_min_p_keeps_what_has_that_share_of_the_largest(self, backend: Backend) -> None:
+        counts = drawn(backend, [0.1, 0.4, 0.2, 0.3], min_p=0.45)
+        assert [n > 0 for n in counts] == [False, True, True, True]
+        counts = drawn(backend, [0.1, 0.4, 0.2, 0.3], min_p=0.55)
+        assert [n > 0 for n in counts] == [False, True, False, True]
+
+    def test_min_p_1_keeps_the_largest_and_all_its_equals(self, backend: Backend) -> None:
+        counts = drawn(backend, [0.3, 0.4, 0.2, 0.4], min_p=1)
+        assert [n > 0 for n in counts] == [False, True, False, True]
+
+    def test_min_p_comes_after_the_temperature(self, backend: Backend) -> None:
+        counts = drawn(backend, [0.1, 0.4], min_p=0.4, temperature=2)  # as 1 to 2
+        assert all(counts)
+        assert drawn(backend, [0.1, 0.4], min_p=0.4, temperature=1) == [0, 400]
+
+    def test_top_p_is_a_share_of_what_min_p_left(self, backend: Backend) -> None:
+        counts = drawn(backend, [0.4, 0.3, 0.2, 0.1], min_p=0.4, top_p=0.75)  # of 0.9, 0.7 is enough
+        assert [n > 0 for n in counts] == [True, True, False, False]
+
     def test_a_low_temperature_is_greedy(self, backend: Backend) -> None:
         for temperature in (1e-3, 1e-38):
             assert drawn(backend, [0.1, 0.4, 0.2, 0.3], temperature=temperature) == [0, 400, 0, 0]
 
     def test_odd_logits_draw_a_valid_token(self, backend: Backend) -> None:
         odd = [[NAN] * 4, [-torch.inf] * 4, [0.0, torch.inf, torch.inf, NAN], [NAN, -torch.inf, 1.0, NAN]]
-        wishes: list[Wishes] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"temperature": 0.0}]
+        wishes: list[Wishes] = [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}]
         for wish in wishes:
             tokens = backend.sample(torch.tensor(odd), sampling(4, **wish))
             assert tokens.tolist() == [0, 0, 1, 2]
@@ -120,6 +139,7 @@ def mixed(rows: int) -> Sampling:
         temperature_T=torch.tensor([0.0, 1.0, 0.7, 1.5, 1.0, 0.3]).repeat(rows)[:rows],
         top_k_T=torch.tensor([0, 50, 0, 1, 3000, 0, 17], dtype=torch.int32).repeat(rows)[:rows],
         top_p_T=torch.tensor([1.0, 0.9, 0.5, 0.99, 0.05]).repeat(rows)[:rows],
+        min_p_T=torch.tensor([0.0, 0.0, 0.1, 0.0, 0.0, 0.003, 1.0]).repeat(rows)[:rows],
         seed_T=torch.randint(-(2**62), 2**62, (rows,), generator=generator),
         position_T=torch.randint(0, 100_000, (rows,), generator=generator),
     )
@@ -147,14 +167,15 @@ def test_a_row_draws_alone() -> None:
             temperature_T=how.temperature_T[mine],
             top_k_T=how.top_k_T[mine],
             top_p_T=how.top_p_T[mine],
+            min_p_T=how.min_p_T[mine],
             seed_T=how.seed_T[mine],
             position_T=how.position_T[mine],
         )
         assert BEST.sample(wide[mine, 100:877], alone).tolist() == [together[t]]
 
 
-def kept_by_sorting(weights: list[float], top_k: int, top_p: float) -> set[int]:
-    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+def kept_by_sorting(weights: list[float], min_p: float, top_k: int, top_p: float) -> set[int]:
+    order = sorted((i for i, w in enumerate(weights) if w >= min_p), key=lambda i: (-weights[i], i))
     order = order[: top_k or None]
     total, reached = sum(weights[i] for i in order), 0.0
     kept: set[int] = set()
@@ -169,23 +190,24 @@ def kept_by_sorting(weights: list[float], top_k: int, top_p: float) -> set[int]:
 @settings(max_examples=150, deadline=None)
 @given(
     weights=st.lists(st.integers(0, 20).map(lambda n: 2.0**-n), min_size=1, max_size=70),
+    min_p=st.sampled_from([0.0, 0.0, 1.0, 0.5, 0.25, 2.0**-12]),
     top_k=st.integers(0, 80),
     top_p=st.floats(0.0078125, 1.0, width=32),
     seed=st.integers(0, 2**63 - 1),
 )
 def test_the_draw_is_the_first_id_past_u_among_those_kept(
-    weights: list[float], top_k: int, top_p: float, seed: int
+    weights: list[float], min_p: float, top_k: int, top_p: float, seed: int
 ) -> None:
     """Powers of two have exact logarithms, so a sort in plain Python can say what must come out."""
     largest = max(weights)
     weights = [w / largest for w in weights]
-    kept = kept_by_sorting(weights, top_k, top_p if top_p < 1 else math.inf)
+    kept = kept_by_sorting(weights, min_p, top_k, top_p if top_p < 1 else math.inf)
     kept_weights = [w if i in kept else 0.0 for i, w in enumerate(weights)]
     sums = [sum(kept_weights[: i + 1]) for i in range(len(weights))]
     assert all(a <= b for a, b in pairwise(sums))
     expected = next(i for i, s in enumerate(sums) if s > uniform(seed, 0) * sums[-1])
 
     logits = torch.tensor([weights]).log2()
-    how = sampling(1, temperature=math.log2(math.e), top_k=top_k, top_p=top_p, seed=seed)
+    how = sampling(1, temperature=math.log2(math.e), min_p=min_p, top_k=top_k, top_p=top_p, seed=seed)
     assert BEST.sample(logits, how).tolist() == [expected]
     assert REFERENCE.sample(logits, how).tolist() == [expected]
