@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 namespace shoal {
 
@@ -18,12 +19,13 @@ struct Linear {
     long num_outputs, num_inputs;
     bool gate_up;
     std::shared_ptr<char> data;
+    std::vector<float> bias;  // [panels, 16], added to finished sums; empty: none
 
     long panels() const { return gate_up ? (num_outputs + 15) / 16 * 2 : (num_outputs + 15) / 16; }
     long pair_size() const { return (num_inputs + 3) / 4 * 128; }  // in elements
     long panel_offset(long panel) const { return panel / 2 * pair_size() + panel % 2 * 64; }
     long element_size() const { return dtype == Dtype::f32 ? 4 : 2; }
-    long num_bytes() const { return (panels() + 1) / 2 * pair_size() * element_size(); }
+    long num_bytes() const { return (panels() + 1) / 2 * pair_size() * element_size() + long(bias.size()) * 4; }
 };
 
 }  // namespace shoal
