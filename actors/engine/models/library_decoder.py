@@ -1,0 +1,317 @@
+"""The library path: transformers' own modeling over our paged pool, attention and linears.
+
+Its norms and activations are torch's, whose bits depend on the rows beside them: so it promises a tolerance,
+and never shares a cached prefix with the lean path (see `choose.numerics`). What a class of transformers does
+with positions and scales is its own affair, and no configuration tells all of it: so every model has to prove
+itself when it is loaded.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shoal.actors.engine.models.decoder_config import (
+    DYNAMIC_ROPE_TYPES,
+    UnsupportedModel,
+    rope_types,
+)
+from shoal.actors.engine.models.library_config import LibraryConfig
+from shoal.actors.engine.models.rope import rotary_tables
+from shoal.kernels.backend import Backend, LayerKV, Rotary, Rows
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ATTENTION = "shoal_paged"
+"""Our attention's name in transformers' registry. It has none for masks: so no mask is made."""
+
+PROOF_TOKENS, PROOF_TOLERANCE = 24, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What our attention must know of a step; it travels through the model as a keyword."""
+
+    backend: Backend
+    rows: Rows
+    kv: tuple[LayerKV, ...]
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Heads are filled up with zeros to those of the pool, which changes no score and no sum."""
+        kv, value_size = self.kv[layer], v_THD.shape[-1]
+        q_THD, k_THD, v_THD = (_widen(x, kv.k_PBHD.shape[-1]) for x in (q_THD, k_THD, v_THD))
+        self.backend.store(k_THD, v_THD, kv, self.rows)
+        out = torch.empty_like(q_THD)
+        return self.backend.attention(q_THD, kv, self.rows, scale, out, window=window)[..., :value_size]
+
+
+@dataclass(slots=True)
+class Measure:
+    """In the place of a step: attends nowhere, and notes what a model asks of the pool."""
+
+    heads: dict[int, int]
+    """Key/value heads of each layer that attended."""
+    head_size: int = 0
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        if layer in self.heads:
+            raise UnsupportedModel("a layer that attends twice")
+        self.heads[layer] = k_THD.shape[1]
+        self.head_size = max(self.head_size, k_THD.shape[2], v_THD.shape[2])
+        return torch.zeros(*q_THD.shape[:2], v_THD.shape[2])
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: Step | Measure,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The signature of transformers' attention functions: [1, H, T, D] in, [1, T, H, D] out."""
+    if softcap is not None or s_aux is not None or attention_mask is not None:
+        named = {"a softcap": softcap, "sinks": s_aux, "a mask of its own": attention_mask}
+        what = next(name for name, value in named.items() if value is not None)
+        raise UnsupportedModel(f"attention with {what}")
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    return step.attend(layer, q_THD, k_THD, v_THD, scale=scale, window=sliding_window)[None], None
+
+
+def _widen(x_THD: Tensor, head_size: int) -> Tensor:
+    missing = head_size - x_THD.shape[-1]
+    return nn.functional.pad(x_THD, (0, missing)) if missing else x_THD.contiguous()
+
+
+class PackedLinear(nn.Module):
+    """In the place of nn.Linear, and of the transposed one that GPT-2 has."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._packed = backend.pack([weight_NK], None if bias_N is None else bias_N.float())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.num_bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), self._packed.num_outputs)
+        return self._backend.linear(rows, self._packed, out).view(*x.shape[:-1], -1)
+
+
+class WideEmbedding(nn.Module):
+    """In the place of nn.Embedding: rows stay in the checkpoint's type and are widened when gathered."""
+
+    def __init__(self, weight_VN: Tensor) -> None:
+        super().__init__()
+        self.rows_VN = weight_VN  # not a parameter: those become float32
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows_VN[ids].float()
+
+
+class PinnedRotary(nn.Module):
+    """In the place of a rope that looks at the longest position of the batch: see rope.py."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        super().__init__()
+        self._rotary = rotary
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rotary.cos[position_ids], self._rotary.sin[position_ids]
+        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+
+
+class Given(nn.Module):
+    """In the place of the layers when a head's logits are wanted: gives it hidden states of before."""
+
+    hidden: Tensor
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self._output = output
+
+    @property
+    def decoder(self) -> "Given":
+        """OPT's head asks the decoder within its layers."""
+        return self
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self._output(last_hidden_state=self.hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryModel:
+    """A loaded model in two halves, and the shape of its keys and values, as measured."""
+
+    layers: nn.Module
+    head: nn.Module
+    given: Given
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_bytes: int
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls,
+        checkpoint: Path,
+        hf: "PretrainedConfig",
+        config: LibraryConfig,
+        backend: Backend,
+        *,
+        max_model_len: int,
+    ) -> Self:
+        """Raises UnsupportedModel if the model does not compute over our pool what it computes by itself."""
+        from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415
+
+        AttentionInterface.register(ATTENTION, paged_attention)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
+        pinned = _pinned_rotary(hf, model, max_model_len)
+        _swap_modules(model, backend, pinned)
+        model.float()
+        try:
+            expected = _own_logits(model)
+            model.set_attn_implementation(ATTENTION)
+            loaded = cls._in_halves(model, config)
+            loaded._prove(backend, expected)
+        except (UnsupportedModel, AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UnsupportedModel(f"{config.architecture} cannot be served: {reason}") from error
+        return loaded
+
+    @classmethod
+    def _in_halves(cls, model: Any, config: LibraryConfig) -> Self:
+        layers, measure = model.base_model, Measure({})
+        nothing = torch.zeros(1, dtype=torch.int64)
+        given = Given(type(_forward(layers, nothing, nothing, measure)))
+        if sorted(measure.heads) != list(range(len(measure.heads))) or len(set(measure.heads.values())) != 1:
+            raise UnsupportedModel(f"layers of different key/value heads: {measure.heads}")
+        num_bytes = _num_bytes(model)
+        setattr(model, model.base_model_prefix, given)
+        return cls(
+            layers=layers,
+            head=model,
+            given=given,
+            vocab_size=config.vocab_size,
+            num_layers=len(measure.heads),
+            num_kv_heads=measure.heads[0],
+            head_dim=-(-measure.head_size // 16) * 16,
+            num_bytes=num_bytes,
+        )
+
+    def _prove(self, backend: Backend, expected: Tensor) -> None:
+        """Two sequences in one batch and in chunks must have the logits that each has by itself."""
+        size, half = PROOF_TOKENS, PROOF_TOKENS // 2
+        pool = torch.zeros(2, self.num_layers, 2, size, self.num_kv_heads, self.head_dim)
+        kv = tuple(LayerKV(k_PBHD=pool[:, i, 0], v_PBHD=pool[:, i, 1]) for i in range(self.num_layers))
+        decoder = LibraryDecoder(self, backend, max_rows=2 * size, max_logits=2 * size)
+        tokens = _proof_tokens(self.vocab_size)
+        got = torch.empty_like(expected)
+        for chunk in (
+            [(0, p) for p in range(half)],
+            [*((1, p) for p in range(size - 1)), (0, half)],
+            [(1, size - 1), *((0, p) for p in range(half + 1, size))],
+        ):
+            sequence_T, position_T = torch.tensor(chunk, dtype=torch.int32).T.contiguous()
+            table = torch.tensor([[0], [1]], dtype=torch.int32)
+            rows = Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table)
+            hidden = decoder.hidden_states(tokens[sequence_T, position_T], rows, kv)
+            got[sequence_T, position_T] = decoder.logits(hidden)
+        error = float((got - expected).abs().max() / expected.abs().max())
+        if not error < PROOF_TOLERANCE:
+            raise UnsupportedModel(f"over paged keys and values its logits are off by {error:.1e}")
+
+
+class LibraryDecoder:
+    """A `Decoder`. It allocates what transformers allocates: a step's peak is measured, not bounded here."""
+
+    def __init__(self, model: LibraryModel, backend: Backend, *, max_rows: int, max_logits: int) -> None:
+        self._model = model
+        self._backend = backend
+
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+        step = Step(self._backend, rows, kv)
+        out = _forward(self._model.layers, token_ids_T, rows.position_T.long(), step)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden_RN: Tensor) -> Tensor:
+        self._model.given.hidden = hidden_RN[None]
+        ids = torch.zeros(1, len(hidden_RN), dtype=torch.int64)
+        logits: Tensor = self._model.head(input_ids=ids, use_cache=False).logits[0]
+        return logits.float()
+
+
+def _forward(layers: nn.Module, ids_T: Tensor, position_T: Tensor, step: Step | Measure) -> Any:
+    return layers(input_ids=ids_T[None], position_ids=position_T[None], use_cache=False, step=step)
+
+
+def _own_logits(model: Any) -> Tensor:
+    """Of the proof's two sequences, by transformers' own attention: float32 [2, PROOF_TOKENS, V]."""
+    model.set_attn_implementation("eager")
+    logits = [model(ids[None], use_cache=False).logits[0] for ids in _proof_tokens(model.config.vocab_size)]
+    return torch.stack(logits).float()
+
+
+def _proof_tokens(vocab_size: int) -> Tensor:
+    return (torch.arange(2 * PROOF_TOKENS) * 7919 % vocab_size).view(2, PROOF_TOKENS)
+
+
+def _swap_modules(model: nn.Module, backend: Backend, pinned: PinnedRotary | None) -> None:
+    """Only the very classes: one that is derived from them computes something else."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
+
+    for parent, name, module in list(_children(model)):
+        if type(module) is nn.Linear:
+            setattr(parent, name, PackedLinear(module.weight, module.bias, backend))
+        elif type(module) is Conv1D:
+            setattr(parent, name, PackedLinear(module.weight.T.contiguous(), module.bias, backend))
+        elif type(module) is nn.Embedding:
+            setattr(parent, name, WideEmbedding(module.weight.data))
+        elif pinned is not None and getattr(module, "rope_type", None) in DYNAMIC_ROPE_TYPES:
+            setattr(parent, name, pinned)
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            yield parent, name, module
+
+
+def _pinned_rotary(hf: "PretrainedConfig", model: nn.Module, max_model_len: int) -> PinnedRotary | None:
+    if not set(rope_types(hf)) & set(DYNAMIC_ROPE_TYPES):
+        return None
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return PinnedRotary(rotary_tables(hf, max_model_len, head_dim, torch.device("cpu")))
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, WideEmbedding):
+            tensors[module.rows_VN.data_ptr()] = module.rows_VN.nbytes
+    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(tensors.values()) + packed
