@@ -59,6 +59,20 @@ def tiny_mistral(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", *
 
 
 TINY_LIBRARY: dict[str, dict[str, Any]] = {
+    "DeepseekV3Config": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
     "GPT2Config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "GPTNeoXConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}

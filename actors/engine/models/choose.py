@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 PROVEN_IN_LIBRARY = (
+    "DeepseekV3ForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
     "Olmo2ForCausalLM",
@@ -31,16 +32,16 @@ def model_config(hf: "PretrainedConfig") -> DecoderConfig | LibraryConfig:
     """Raises UnsupportedModel, with what is supported, if neither can."""
     try:
         return decoder_config(hf)
-    except UnsupportedModel as no_lean:
-        try:
-            return library_config(hf)
-        except UnsupportedModel as no_library:
-            reasons = dict.fromkeys((str(no_lean), str(no_library)))  # often the same
-            raise UnsupportedModel(
-                f"this checkpoint has {'; and '.join(reasons)}, which is not supported; supported: "
-                f"{', '.join(LEAN_ARCHITECTURES)} exactly, and within a tolerance other text decoders of "
-                f"transformers whose only state is attention ({', '.join(PROVEN_IN_LIBRARY)} and more)"
-            ) from no_library
+    except UnsupportedModel:
+        pass
+    try:
+        return library_config(hf)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{error} is not supported; supported: {', '.join(LEAN_ARCHITECTURES)} exactly, and within a "
+            "tolerance other text decoders of transformers whose only state is attention: "
+            f"{', '.join(PROVEN_IN_LIBRARY)} and more"
+        ) from error
 
 
 def numerics(hf: "PretrainedConfig", max_model_len: int) -> str:

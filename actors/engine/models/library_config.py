@@ -28,18 +28,18 @@ def library_config(hf: "PretrainedConfig") -> LibraryConfig:
     """
     architecture = architecture_of(hf)
     if getattr(hf, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"architecture {architecture}, an encoder and a decoder")
+        raise UnsupportedModel(f"architecture {architecture} (an encoder and a decoder)")
     if getattr(hf, "quantization_config", None) is not None:
         raise UnsupportedModel("quantization_config")
     model = _model_class(hf, architecture)
     layer_kinds = set(getattr(hf, "layer_types", None) or ())
     if model._is_stateful or not layer_kinds <= set(LAYER_TYPES):
         what = ", ".join(sorted(layer_kinds - set(LAYER_TYPES))) or "recurrent layers"
-        raise UnsupportedModel(f"architecture {architecture} with {what}")
+        raise UnsupportedModel(f"architecture {architecture} (with {what})")
     if not model._supports_attention_backend:
-        raise UnsupportedModel(f"architecture {architecture}, whose attention cannot be replaced")
+        raise UnsupportedModel(f"architecture {architecture} (its attention cannot be replaced)")
     if len(kinds := rope_types(hf)) > 1 and set(kinds) & set(DYNAMIC_ROPE_TYPES):
-        raise UnsupportedModel(f"several rope types of which one is dynamic: {', '.join(kinds)}")
+        raise UnsupportedModel(f"a dynamic rope for a part of the layers ({', '.join(kinds)})")
     return LibraryConfig(architecture=architecture, vocab_size=hf.vocab_size)
 
 
@@ -48,5 +48,5 @@ def _model_class(hf: "PretrainedConfig", architecture: str) -> Any:
 
     model: Any = AutoModelForCausalLM._model_mapping.get(type(hf), None)
     if model is None or model.__name__ != architecture:
-        raise UnsupportedModel(f"architecture {architecture}, no text decoder of transformers")
+        raise UnsupportedModel(f"architecture {architecture}")
     return model

@@ -7,7 +7,8 @@ itself when it is loaded.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -27,14 +28,14 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ATTENTION = "shoal_paged"
-"""Our attention's name in transformers' registry. It has none for masks: so no mask is made."""
+"""Our name in transformers' registries of attention functions and of masks."""
 
 PROOF_TOKENS, PROOF_TOLERANCE = 24, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What our attention must know of a step; it travels through the model as a keyword."""
+    """What our attention must know of the step that a model computes at the moment."""
 
     backend: Backend
     rows: Rows
@@ -53,11 +54,14 @@ class Step:
 
 @dataclass(slots=True)
 class Measure:
-    """In the place of a step: attends nowhere, and notes what a model asks of the pool."""
+    """In the place of a step: attends nowhere, and notes what a model asks for."""
 
-    heads: dict[int, int]
+    heads: dict[int, int] = field(default_factory=dict)
     """Key/value heads of each layer that attended."""
     head_size: int = 0
+    windows: set[int | None] = field(default_factory=set)
+    mask_windows: set[int | None] = field(default_factory=set)
+    """Windows that attention was told of, and those in the masks that a model wants made."""
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
@@ -65,8 +69,25 @@ class Measure:
         if layer in self.heads:
             raise UnsupportedModel("a layer that attends twice")
         self.heads[layer] = k_THD.shape[1]
+        self.windows.add(window)
         self.head_size = max(self.head_size, k_THD.shape[2], v_THD.shape[2])
         return torch.zeros(*q_THD.shape[:2], v_THD.shape[2])
+
+    def check(self, layer_types: set[str]) -> None:
+        if sorted(self.heads) != list(range(len(self.heads))) or len(set(self.heads.values())) != 1:
+            raise UnsupportedModel(f"layers of different key/value heads: {self.heads}")
+        # Some classes put a window, or chunks, into the mask alone; our attention reads no masks.
+        if layer_types:  # and some make masks that no layer uses
+            told = {"full_attention" if window is None else "sliding_attention" for window in self.windows}
+            agree = told == layer_types
+        else:
+            agree = not self.mask_windows or self.windows <= self.mask_windows <= self.windows | {None}
+        if not agree:
+            raise UnsupportedModel("attention that is not told of a window that its mask has")
+
+
+_step: ContextVar[Step | Measure] = ContextVar("step")
+"""Not a keyword through the model: not every class hands those on to its attention."""
 
 
 def paged_attention(
@@ -76,7 +97,6 @@ def paged_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    step: Step | Measure,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -91,7 +111,14 @@ def paged_attention(
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: Any = module.layer_idx
-    return step.attend(layer, q_THD, k_THD, v_THD, scale=scale, window=sliding_window)[None], None
+    out = _step.get().attend(layer, q_THD, k_THD, v_THD, scale=scale, window=sliding_window)
+    return out[None], None
+
+
+def no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
+    """The signature of transformers' mask functions."""
+    if isinstance(step := _step.get(), Measure):
+        step.mask_windows.add(local_size)
 
 
 def _widen(x_THD: Tensor, head_size: int) -> Tensor:
@@ -183,9 +210,14 @@ class LibraryModel:
         max_model_len: int,
     ) -> Self:
         """Raises UnsupportedModel if the model does not compute over our pool what it computes by itself."""
-        from transformers import AttentionInterface, AutoModelForCausalLM  # noqa: PLC0415
+        from transformers import (  # noqa: PLC0415
+            AttentionInterface,
+            AttentionMaskInterface,
+            AutoModelForCausalLM,
+        )
 
         AttentionInterface.register(ATTENTION, paged_attention)
+        AttentionMaskInterface.register(ATTENTION, no_mask)
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype="auto", local_files_only=True, trust_remote_code=False
         )
@@ -204,11 +236,10 @@ class LibraryModel:
 
     @classmethod
     def _in_halves(cls, model: Any, config: LibraryConfig) -> Self:
-        layers, measure = model.base_model, Measure({})
+        layers, measure = model.base_model, Measure()
         nothing = torch.zeros(1, dtype=torch.int64)
         given = Given(type(_forward(layers, nothing, nothing, measure)))
-        if sorted(measure.heads) != list(range(len(measure.heads))) or len(set(measure.heads.values())) != 1:
-            raise UnsupportedModel(f"layers of different key/value heads: {measure.heads}")
+        measure.check(set(getattr(model.config, "layer_types", None) or ()))
         num_bytes = _num_bytes(model)
         setattr(model, model.base_model_prefix, given)
         return cls(
@@ -266,7 +297,11 @@ class LibraryDecoder:
 
 
 def _forward(layers: nn.Module, ids_T: Tensor, position_T: Tensor, step: Step | Measure) -> Any:
-    return layers(input_ids=ids_T[None], position_ids=position_T[None], use_cache=False, step=step)
+    token = _step.set(step)
+    try:
+        return layers(input_ids=ids_T[None], position_ids=position_T[None], use_cache=False)
+    finally:
+        _step.reset(token)
 
 
 def _own_logits(model: Any) -> Tensor:
