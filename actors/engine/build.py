@@ -68,7 +68,7 @@ def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> Loa
     hf = load_config(checkpoint)
     config = model_config(hf)
     if isinstance(config, LibraryConfig):
-        library = LibraryModel.load(checkpoint, hf, config, backend, max_model_len=max_model_len)
+        library = LibraryModel.load(checkpoint, config, backend, max_model_len=max_model_len)
         return LoadedModel(config=library, weights=library, decoder=partial(LibraryDecoder, library))
     with CheckpointTensors(checkpoint) as tensors:
         weights = DecoderWeights.load(tensors, config, backend)

@@ -86,18 +86,21 @@ def test_without_kernels(tmp_path: Path) -> None:
     assert (ours - expected).abs().max() < TOLERANCE
 
 
-@torch.inference_mode()
-def test_a_rope_that_depends_on_length_is_pinned_here_too(tmp_path: Path) -> None:
-    longrope = {
+LONGROPE: dict[str, Any] = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
         "rope_type": "longrope",
         "rope_theta": 1e4,
         "short_factor": [1.0 + i / 8 for i in range(8)],
         "long_factor": [2.0 + i for i in range(8)],
         "original_max_position_embeddings": 64,
-    }
-    checkpoint = tiny_library(
-        "Phi3Config", tmp_path, rope_parameters=longrope, original_max_position_embeddings=64
-    )
+    },
+}
+
+
+@torch.inference_mode()
+def test_a_rope_that_depends_on_length_is_pinned_here_too(tmp_path: Path) -> None:
+    checkpoint = tiny_library("Phi3Config", tmp_path, **LONGROPE)
     peer = theirs(checkpoint)
     loaded = load_model(checkpoint, BACKEND, max_model_len=256)
     expected = peer(torch.tensor([TOKENS]), use_cache=False).logits[0]

@@ -10,22 +10,14 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from shoal.actors.engine.models.decoder_config import (
-    DYNAMIC_ROPE_TYPES,
-    UnsupportedModel,
-    rope_types,
-)
+from shoal.actors.engine.models.decoder_config import DYNAMIC_ROPE_TYPES, UnsupportedModel
 from shoal.actors.engine.models.library_config import LibraryConfig
-from shoal.actors.engine.models.rope import rotary_tables
-from shoal.kernels.backend import Backend, LayerKV, Rotary, Rows
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from shoal.kernels.backend import Backend, LayerKV, Rows
 
 ATTENTION = "shoal_paged"
 """Our name in transformers' registries of attention functions and of masks."""
@@ -155,16 +147,20 @@ class WideEmbedding(nn.Module):
         return self.rows_VN[ids].float()
 
 
-class PinnedRotary(nn.Module):
-    """In the place of a rope that looks at the longest position of the batch: see rope.py."""
+class PinnedRope(nn.Module):
+    """In the place of a rope that looks at the longest position of the batch: it has looked at the longest
+    that a sequence may have, and keeps what it computed then. See rope.py for why."""
 
-    def __init__(self, rotary: Rotary) -> None:
+    def __init__(self, rope: nn.Module, max_model_len: int) -> None:
         super().__init__()
-        self._rotary = rotary
+        angles = rope(torch.zeros(1), torch.arange(max_model_len)[None])
+        self._is_pair = isinstance(angles, tuple)  # cosines and sines, or complex numbers
+        for i, table in enumerate(angles if self._is_pair else (angles,)):
+            self.register_buffer(f"table{i}", table[0], persistent=False)
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._rotary.cos[position_ids], self._rotary.sin[position_ids]
-        return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        rows = tuple(table[position_ids] for table in self.buffers())
+        return rows if self._is_pair else rows[0]
 
 
 class Given(nn.Module):
@@ -203,7 +199,6 @@ class LibraryModel:
     def load(
         cls,
         checkpoint: Path,
-        hf: "PretrainedConfig",
         config: LibraryConfig,
         backend: Backend,
         *,
@@ -221,10 +216,10 @@ class LibraryModel:
         model: Any = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype="auto", local_files_only=True, trust_remote_code=False
         )
-        pinned = _pinned_rotary(hf, model, max_model_len)
-        _swap_modules(model, backend, pinned)
-        model.float()
         try:
+            _swap_modules(model, backend)
+            model.float()
+            _pin_ropes(model, max_model_len)
             expected = _own_logits(model)
             model.set_attn_implementation(ATTENTION)
             loaded = cls._in_halves(model, config)
@@ -315,7 +310,7 @@ def _proof_tokens(vocab_size: int) -> Tensor:
     return (torch.arange(2 * PROOF_TOKENS) * 7919 % vocab_size).view(2, PROOF_TOKENS)
 
 
-def _swap_modules(model: nn.Module, backend: Backend, pinned: PinnedRotary | None) -> None:
+def _swap_modules(model: nn.Module, backend: Backend) -> None:
     """Only the very classes: one that is derived from them computes something else."""
     from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
 
@@ -326,8 +321,6 @@ def _swap_modules(model: nn.Module, backend: Backend, pinned: PinnedRotary | Non
             setattr(parent, name, PackedLinear(module.weight.T.contiguous(), module.bias, backend))
         elif type(module) is nn.Embedding:
             setattr(parent, name, WideEmbedding(module.weight.data))
-        elif pinned is not None and getattr(module, "rope_type", None) in DYNAMIC_ROPE_TYPES:
-            setattr(parent, name, pinned)
 
 
 def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
@@ -336,11 +329,10 @@ def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
             yield parent, name, module
 
 
-def _pinned_rotary(hf: "PretrainedConfig", model: nn.Module, max_model_len: int) -> PinnedRotary | None:
-    if not set(rope_types(hf)) & set(DYNAMIC_ROPE_TYPES):
-        return None
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    return PinnedRotary(rotary_tables(hf, max_model_len, head_dim, torch.device("cpu")))
+def _pin_ropes(model: nn.Module, max_model_len: int) -> None:
+    for parent, name, module in list(_children(model)):
+        if getattr(module, "rope_type", None) in DYNAMIC_ROPE_TYPES:
+            setattr(parent, name, PinnedRope(module, max_model_len))
 
 
 def _num_bytes(model: nn.Module) -> int:
