@@ -18,7 +18,8 @@ from ray.util import list_named_actors
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.models.decoder_config import decoder_config, load_config
+from shoal.actors.engine.models.choose import model_config
+from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
@@ -87,10 +88,12 @@ def serve(options: ServeOptions, console: Console) -> None:
 
 def _max_model_len(checkpoint: Path, wanted: int | None) -> int:
     """Also refuses here, within a second, a model that no engine could load."""
-    limit = decoder_config(load_config(checkpoint)).max_position_embeddings
+    hf = load_config(checkpoint)
+    model_config(hf)
+    limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
         raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
-    return wanted or limit
+    return wanted or usual_length(hf)
 
 
 @contextmanager

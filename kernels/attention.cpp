@@ -8,9 +8,10 @@
 //   segment : its tiles in order from m = -inf, sums = acc = 0; l = the fixed tree over the 16 sums
 //   row     : its segments in order: m' = max; l = fma(l_s, c_s, l * c); acc = fma(acc_s, c_s, acc * c);
 //             out = acc * (1 / l)
-// A tile or segment without a visible key is skipped. A key the row does not see never meets its arithmetic: its score
-// is replaced by -inf and the value loop ends before it. Everything else (query tiles, register blocks, threads, which
-// tasks split by segment) is only an order of evaluation.
+// A row at position p sees keys 0..p, or with a window of W the last W of them. A tile or segment without a visible key
+// is skipped, so that a window bounds the work and moves no tile. A key the row does not see never meets its arithmetic:
+// its score is replaced by -inf and the value loop leaves it out. Everything else (query tiles, register blocks,
+// threads, which tasks split by segment) is only an order of evaluation.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -135,10 +136,23 @@ void values_in_place(const float* weights, const float* factor, int keys, const 
         UNROLL for (int j = 0; j < N; j++) store(out + r * D + j * LANES, acc[r][j]);
 }
 
-// Consecutive rows of one sequence, seeing positions 0..last at most.
+// Consecutive rows of one sequence, all of whose keys are at positions [oldest, last].
 struct Unit {
     long first;
-    int rows, last;
+    int rows, oldest, last;
+
+    int first_segment() const { return oldest / SEGMENT; }
+    int end_segment() const { return last / SEGMENT + 1; }
+    double keys() const { return last + 1.0 - oldest; }
+};
+
+// The keys [begin, end) of a tile that a row sees.
+struct Span {
+    int begin, end;
+    bool operator==(const Span&) const = default;
+    bool empty() const { return begin == end; }
+    int first_vector() const { return begin / LANES; }
+    int end_vector() const { return (end + LANES - 1) / LANES; }
 };
 
 // Segments [segment, segment_end) of a unit's key/value heads [head, head_end). One that has all segments finishes its
@@ -212,21 +226,28 @@ private:
         for (int i = t.keys; i < TILE; i++) t.k[i] = t.k[t.keys - 1], t.v[i] = t.v[t.keys - 1];
     }
 
+    // The oldest position that a row sees.
+    int oldest(long t) const { return op_.window ? max(0, rows_.position[t] + 1 - op_.window) : 0; }
+
+    Span span(long t, int tile) const {
+        return {std::clamp(oldest(t) - tile, 0, TILE), std::clamp(rows_.position[t] + 1 - tile, 0, TILE)};
+    }
+
     // One row's scores of a tile become weights; updates its largest score and 16 sums. Returns the factor for acc.
-    static float soften(float* scores, int visible, float& top, float* sums) {
-        const int vectors = (visible + LANES - 1) / LANES;
+    static float soften(float* scores, Span seen, float& top, float* sums) {
         const V hidden = splat(-INFINITY);
         V best = hidden;
-        for (int i = 0; i < vectors; i++) {
+        for (int i = seen.first_vector(); i < seen.end_vector(); i++) {
             V s = load(scores + i * LANES);
-            if (visible < (i + 1) * LANES) s = if_less(lane_numbers(), splat(visible - i * LANES), s, hidden);
+            if (seen.end < (i + 1) * LANES) s = if_less(lane_numbers(), splat(seen.end - i * LANES), s, hidden);
+            if (seen.begin > i * LANES) s = if_less(lane_numbers(), splat(seen.begin - i * LANES), hidden, s);
             store(scores + i * LANES, s);
             best = max(best, s);
         }
         const float tile_top = largest(best), new_top = top > tile_top ? top : tile_top;
         const float factor = new_top == top ? 1.f : exp2(top - new_top);
         V sum = load(sums) * splat(factor);
-        for (int i = 0; i < vectors; i++) {
+        for (int i = seen.first_vector(); i < seen.end_vector(); i++) {
             const V weight = exp2(load(scores + i * LANES) - splat(new_top));
             store(scores + i * LANES, weight);
             sum = sum + weight;
@@ -239,52 +260,51 @@ private:
     // The keys of one segment for a unit's rows and heads; leaves each row's top, sum and unscaled output in s.segment.
     void segment(const Unit& u, int index, int head, int head_end, Scratch& s) const {
         const int rows = u.rows * group_, all = rows * (head_end - head);
-        const int begin = index * SEGMENT, last = min(u.last, begin + SEGMENT - 1);
+        const int begin = max(index * SEGMENT, u.oldest / TILE * TILE), last = min(u.last, (index + 1) * SEGMENT - 1);
         std::fill_n(s.segment.acc, long(all) * D_, 0.f);
         std::fill_n(s.segment.top, all, -INFINITY);
         std::fill_n(s.sums, all * LANES, 0.f);
         Tile tiles[2];
         locate(u, begin, tiles[0]);
-        int visible[MAX_GROUP];
+        Span seen[MAX_GROUP];
         for (int at = begin, turn = 0; at <= last; at += TILE, turn ^= 1) {
             const Tile& tile = tiles[turn];
             const bool more = at + TILE <= last;
             if (more) locate(u, at + TILE, tiles[turn ^ 1]);
-            for (int r = 0; r < rows; r++)
-                visible[r] = std::clamp(rows_.position[u.first + r / group_] + 1 - at, 0, TILE);
+            for (int r = 0; r < rows; r++) seen[r] = span(u.first + r / group_, at);
             for (int h = head; h < head_end; h++) {
                 const int first_row = (h - head) * rows;
                 if (rows > FEW)
-                    attend_many(tile, h, first_row, rows, visible, s);
+                    attend_many(tile, h, first_row, rows, seen, s);
                 else if (const bool last_head = h + 1 == head_end; last_head && more)
-                    attend_few(tile, h, tiles[turn ^ 1], head, first_row, rows, visible, s);
+                    attend_few(tile, h, tiles[turn ^ 1], head, first_row, rows, seen, s);
                 else
-                    attend_few(tile, h, tile, last_head ? h : h + 1, first_row, rows, visible, s);
+                    attend_few(tile, h, tile, last_head ? h : h + 1, first_row, rows, seen, s);
             }
         }
         for (int r = 0; r < all; r++) s.segment.sum[r] = sum(load(s.sums + r * LANES));
     }
 
-    void soften(int first_row, int rows, const int* visible, Scratch& s) const {
+    void soften(int first_row, int rows, const Span* seen, Scratch& s) const {
         for (int r = 0; r < rows; r++)
-            if (visible[r])
-                s.factor[r] = soften(s.weights + r * TILE, visible[r], s.segment.top[first_row + r],
+            if (!seen[r].empty())
+                s.factor[r] = soften(s.weights + r * TILE, seen[r], s.segment.top[first_row + r],
                                      s.sums + (first_row + r) * LANES);
     }
 
     // Calls f(row, count) for runs of at most a block of rows that see the same keys, and any.
-    template <class F> static void for_alike(int rows, const int* visible, const F& f) {
+    template <class F> static void for_alike(int rows, const Span* seen, const F& f) {
         for (int r = 0, count; r < rows; r += count) {
             count = 1;
-            while (count < BLOCK_ROWS && r + count < rows && visible[r + count] == visible[r]) count++;
-            if (visible[r]) f(r, count);
+            while (count < BLOCK_ROWS && r + count < rows && seen[r + count] == seen[r]) count++;
+            if (!seen[r].empty()) f(r, count);
         }
     }
 
     // One tile of one head for few rows: as fast as memory gives keys and values, if they come unasked. So values are
     // fetched while scores are computed, and then the keys of `next_head` of the tile `next`.
     void attend_few(const Tile& tile, int head, const Tile& next, int next_head, int first_row, int rows,
-                    const int* visible, Scratch& s) const {
+                    const Span* seen, Scratch& s) const {
         const long at = long(head) * D_, next_at = long(next_head) * D_;
         const float* q = s.q + long(first_row) * D_;
         float* acc = s.segment.acc + long(first_row) * D_;
@@ -293,18 +313,19 @@ private:
                 scores_in_place<R, N>(q + r * D_, D_, tile.k + i * LANES, at, tile.v + i * LANES,
                                       s.weights + r * TILE + i * LANES);
             });
-        soften(first_row, rows, visible, s);
-        for_alike(rows, visible, [&](int r, int count) {
+        soften(first_row, rows, seen, s);
+        for_alike(rows, seen, [&](int r, int count) {
             for_blocks(count, D_ / LANES, [&]<int R, int N>(int j) {
                 const int d = j * LANES;
-                values_in_place<R, N>(s.weights + r * TILE, s.factor + r, visible[r], tile.v, at + d, next.k,
-                                      next_at + d, acc + r * D_ + d, D_);
+                const auto [begin, end] = seen[r];
+                values_in_place<R, N>(s.weights + r * TILE + begin, s.factor + r, end - begin, tile.v + begin, at + d,
+                                      next.k + begin, next_at + d, acc + r * D_ + d, D_);
             });
         });
     }
 
     // One tile of one head for many rows: keys and values are packed, widened once, and then serve from L1.
-    void attend_many(const Tile& tile, int head, int first_row, int rows, const int* visible, Scratch& s) const {
+    void attend_many(const Tile& tile, int head, int first_row, int rows, const Span* seen, Scratch& s) const {
         const long at = long(head) * D_;
         const float* q = s.q + long(first_row) * D_;
         float* acc = s.segment.acc + long(first_row) * D_;
@@ -316,17 +337,22 @@ private:
                 UNROLL for (int j = 0; j < PIECE<T>; j++) store(s.k + (i * D_ + d + j) * LANES, piece[j]);
             }
         for (int r = 0; r < rows; r += BLOCK_ROWS) {
-            const int count = min(BLOCK_ROWS, rows - r), seen = *std::max_element(visible + r, visible + r + count);
-            product(count, (seen + LANES - 1) / LANES,
-                    {q + long(r) * D_, D_, s.k, long(LANES) * D_, D_, s.weights + r * TILE, TILE, nullptr});
+            const int count = min(BLOCK_ROWS, rows - r);
+            int first = TILE / LANES, end = 0;
+            for (int i = r; i < r + count; i++)
+                first = min(first, seen[i].first_vector()), end = max(end, seen[i].end_vector());
+            product(count, end - first,
+                    {q + long(r) * D_, D_, s.k + first * LANES * D_, long(LANES) * D_, D_,
+                     s.weights + r * TILE + first * LANES, TILE, nullptr});
         }
-        soften(first_row, rows, visible, s);
+        soften(first_row, rows, seen, s);
         for (int i = 0; i < tile.keys; i++)
             for (int d = 0; d < D_; d += LANES) store(s.v + d * TILE + i * LANES, load(tile.v[i] + at + d));
-        for_alike(rows, visible, [&](int r, int count) {
+        for_alike(rows, seen, [&](int r, int count) {
+            const auto [begin, end] = seen[r];
             product(count, D_ / LANES,
-                    {s.weights + r * TILE, TILE, s.v, long(LANES) * TILE, visible[r], acc + long(r) * D_, D_,
-                     s.factor + r});
+                    {s.weights + r * TILE + begin, TILE, s.v + begin * LANES, long(LANES) * TILE, end - begin,
+                     acc + long(r) * D_, D_, s.factor + r});
         });
     }
 
@@ -406,18 +432,19 @@ private:
         const int most = max(1, UNIT / group_);
         double total = 0;
         for (long t = 0; t < rows_.count;) {
-            Unit u{t, 0, -1};
+            Unit u{t, 0, rows_.position[t], -1};
             auto belongs = [&] { return rows_.sequence[t] == rows_.sequence[u.first]; };
             for (; t < rows_.count && u.rows < most && belongs(); t++, u.rows++)
-                u.last = max(u.last, rows_.position[t]);
+                u.last = max(u.last, rows_.position[t]), u.oldest = min(u.oldest, oldest(t));
             units_.push_back(u);
-            total += double(u.rows) * (u.last + 1) * heads_;
+            total += u.rows * u.keys() * heads_;
         }
         const double share = total / (4 * threads);
         for (int i = int(units_.size()) - 1; i >= 0; i--) {  // long units first
             const Unit& u = units_[i];
-            const double one_head = double(u.rows) * (u.last + 1);
-            const int segments = u.last / SEGMENT + 1;
+            const double one_head = u.rows * u.keys();
+            const int first_segment = u.first_segment(), end_segment = u.end_segment();
+            const int segments = end_segment - first_segment;
             const bool few = u.rows * group_ <= FEW, whole = one_head * heads_ <= share;
             const bool by_segment = threads > 1 && segments > 1 && (few ? !whole : one_head > share);
             const bool all_heads = few && (whole || threads == 1 || (by_segment && segments >= 4 * threads));
@@ -425,11 +452,11 @@ private:
             widest_ = max(widest_, long(u.rows) * group_ * step);
             for (int h = 0; h < heads_; h += step) {
                 if (!by_segment) {
-                    tasks_.push_back({i, 0, segments, h, h + step, -1});
+                    tasks_.push_back({i, first_segment, end_segment, h, h + step, -1});
                     continue;
                 }
                 joins_.push_back({i, h, h + step, segments, parts_size_});
-                for (int s = 0; s < segments; s++) {
+                for (int s = first_segment; s < end_segment; s++) {
                     tasks_.push_back({i, s, s + 1, h, h + step, parts_size_});
                     parts_size_ += State::size(long(u.rows) * group_ * step, D_);
                 }

@@ -30,7 +30,7 @@ class Rows:
     """Where each row of a step stands: its sequence, its position, and the sequences' block tables.
 
     A row at position p of sequence s lives in block `table_SN[s, p // B]` at offset `p % B`, and attends to
-    positions 0..p of its own sequence. Rows of one sequence need not be neighbours.
+    positions up to p of its own sequence. Rows of one sequence need not be neighbours.
     """
 
     sequence_T: Tensor
@@ -124,13 +124,15 @@ class Tape(Protocol):
 
     def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None: ...
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None: ...
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None: ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None: ...
 
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None: ...
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None: ...
+    def attention(
+        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+    ) -> None: ...
 
 
 class Backend(Protocol):
@@ -144,12 +146,22 @@ class Backend(Protocol):
         """Names the bits: two backends with one id compute the same bits from the same inputs."""
         ...
 
-    def pack(self, weights_NK: Sequence[Tensor]) -> Linear:
-        """Stack matrices by rows into one linear. float32, bfloat16 or float16, all of one dtype."""
+    def pack(self, weights_NK: Sequence[Tensor], bias_N: Tensor | None = None) -> Linear:
+        """Stack matrices by rows into one linear. float32, bfloat16 or float16, all of one dtype.
+
+        bias_N: of all the rows together, float32. Where `x @ w.T` is written below, the bias is added to the
+        finished product, before anything else is done with it.
+        """
         ...
 
-    def pack_gate_up(self, gate_NK: Tensor, up_NK: Tensor) -> Linear:
-        """The two halves of a gated MLP, for `silu_mul_linear`."""
+    def pack_gate_up(
+        self,
+        gate_NK: Tensor,
+        up_NK: Tensor,
+        gate_bias_N: Tensor | None = None,
+        up_bias_N: Tensor | None = None,
+    ) -> Linear:
+        """The two halves of a gated MLP, for `silu_mul_linear`; both have a bias, or neither."""
         ...
 
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
@@ -168,7 +180,12 @@ class Backend(Protocol):
         """out = table[id], widened. id_T: int64; the table float32, bfloat16 or float16."""
         ...
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
+        """Root mean square norm (Zhang & Sennrich 2019) of the last dimension; `out` may be `x`.
+
+        x: [T, N]; or [T, H, N] with [H, N] contiguous, each head by itself.
+        """
+        ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         """Rotary position embedding (Su et al. 2021, RoFormer, eq. 34) of the first `rotated` of D, in place.
@@ -181,8 +198,20 @@ class Backend(Protocol):
         """Write this step's keys and values into the pool, rounded to its dtype."""
         ...
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
-        """softmax(scale * q @ k.T) @ v over positions 0..position of the row's sequence; grouped heads."""
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        rows: Rows,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+    ) -> Tensor:
+        """softmax(scale * q @ k.T) @ v over positions of the row's sequence; grouped heads.
+
+        A row at position p sees positions 0..p, or the last `window` of them: p - window + 1..p.
+        """
         ...
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:

@@ -29,11 +29,13 @@ _VECTOR = 16
 class PackedLinear:
     """Panels in memory of the library's own, given back when the object dies."""
 
-    def __init__(self, dtype: torch.dtype, num_outputs: int, num_inputs: int, *, gate_up: bool) -> None:
+    def __init__(
+        self, dtype: torch.dtype, num_outputs: int, num_inputs: int, *, gate_up: bool, has_bias: bool
+    ) -> None:
         if dtype not in _DTYPES:
             raise ValueError(f"weights are {dtype}; float32, bfloat16 and float16 can be packed")
         lib = library.load()
-        address = lib.shoal_linear_new(_DTYPES[dtype], num_outputs, num_inputs, gate_up)
+        address = lib.shoal_linear_new(_DTYPES[dtype], num_outputs, num_inputs, gate_up, has_bias)
         if not address:
             raise MemoryError(f"no memory for a [{num_outputs}, {num_inputs}] matrix")
         finalize(self, lib.shoal_linear_free, address)
@@ -49,6 +51,10 @@ class PackedLinear:
         library.load().shoal_linear_fill(
             self.address, part, first, rows, weight_NK.data_ptr(), stride, threads
         )
+
+    def fill_bias(self, bias_N: Tensor, *, part: int) -> None:
+        _expect("bias", bias_N, torch.float32, (self.num_outputs,))
+        library.load().shoal_linear_fill_bias(self.address, part, bias_N.data_ptr())
 
     def settle(self, threads: int) -> Self:
         """To be called once, when all is filled: bfloat16 then takes 12 bits where that loses nothing."""
@@ -86,22 +92,35 @@ class CpuBackend:
     def name(self) -> str:
         return f"cpu-{self._kernels.isa}"
 
-    def pack(self, weights_NK: Sequence[Tensor]) -> PackedLinear:
+    def pack(self, weights_NK: Sequence[Tensor], bias_N: Tensor | None = None) -> PackedLinear:
         num_outputs, (dtype, num_inputs) = sum(len(w) for w in weights_NK), _kind(weights_NK)
-        linear = PackedLinear(dtype, num_outputs, num_inputs, gate_up=False)
+        linear = PackedLinear(dtype, num_outputs, num_inputs, gate_up=False, has_bias=bias_N is not None)
         first = 0
         for weight in weights_NK:
             linear.fill(weight, first=first, part=0, threads=self._threads)
             first += len(weight)
+        if bias_N is not None:
+            linear.fill_bias(bias_N, part=0)
         return linear.settle(self._threads)
 
-    def pack_gate_up(self, gate_NK: Tensor, up_NK: Tensor) -> PackedLinear:
+    def pack_gate_up(
+        self,
+        gate_NK: Tensor,
+        up_NK: Tensor,
+        gate_bias_N: Tensor | None = None,
+        up_bias_N: Tensor | None = None,
+    ) -> PackedLinear:
         dtype, num_inputs = _kind((gate_NK, up_NK))
         if len(gate_NK) != len(up_NK):
             raise ValueError(f"gate has {len(gate_NK)} outputs, up {len(up_NK)}")
-        linear = PackedLinear(dtype, len(gate_NK), num_inputs, gate_up=True)
-        for part, weight in enumerate((gate_NK, up_NK)):
+        if (gate_bias_N is None) is not (up_bias_N is None):
+            raise ValueError("of gate and up only one has a bias")
+        has_bias = gate_bias_N is not None
+        linear = PackedLinear(dtype, len(gate_NK), num_inputs, gate_up=True, has_bias=has_bias)
+        for part, (weight, bias) in enumerate(((gate_NK, gate_bias_N), (up_NK, up_bias_N))):
             linear.fill(weight, first=0, part=part, threads=self._threads)
+            if bias is not None:
+                linear.fill_bias(bias, part=part)
         return linear.settle(self._threads)
 
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
@@ -120,9 +139,9 @@ class CpuBackend:
         self._run(self._kernels.gather, _gather(table_VN, id_T, out_TN))
         return out_TN
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
-        self._run(self._kernels.rms_norm, _rms_norm(x_TN, weight_N, eps, out_TN))
-        return out_TN
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
+        self._run(self._kernels.rms_norm, _rms_norm(x, weight_N, eps, out))
+        return out
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         self._run(self._kernels.rotate, _rotate(x_THD, rotary), rows)
@@ -130,8 +149,17 @@ class CpuBackend:
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
         self._run(self._kernels.store, _store(k_THD, v_THD, kv), rows)
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
-        self._run(self._kernels.attention, _attention(q_THD, kv, scale, out_THD), rows)
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        rows: Rows,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+    ) -> Tensor:
+        self._run(self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window), rows)
         return out_THD
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
@@ -203,8 +231,8 @@ class CpuTape:
     def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
         self._recorded.append((self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True)))
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None:
-        self._recorded.append((self._kernels.rms_norm, _rms_norm(x_TN, weight_N, eps, out_TN)))
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None:
+        self._recorded.append((self._kernels.rms_norm, _rms_norm(x, weight_N, eps, out)))
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self._recorded.append((self._kernels.rotate, _rotate(x_THD, rotary)))
@@ -212,8 +240,10 @@ class CpuTape:
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
         self._recorded.append((self._kernels.store, _store(k_THD, v_THD, kv)))
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None:
-        self._recorded.append((self._kernels.attention, _attention(q_THD, kv, scale, out_THD)))
+    def attention(
+        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+    ) -> None:
+        self._recorded.append((self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window)))
 
     def close(self, threads: int) -> Callable[[Rows], None]:
         recorded, run_tape = tuple(self._recorded), library.load().shoal_run_tape
@@ -258,17 +288,16 @@ def _gather(table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Op:
     return Op(struct, rows, (table_VN, id_T, out_TN))
 
 
-def _rms_norm(x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Op:
-    size = x_TN.shape[-1]
-    rows, x_stride = _matrix("x", x_TN, size)
-    out_rows, out_stride = _matrix("out", out_TN, size)
+def _rms_norm(x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Op:
+    rows, heads, size, x_stride = _heads_or_matrix("x", x)
+    *out_shape, out_stride = _heads_or_matrix("out", out)
     _expect("weight", weight_N, torch.float32, (size,))
-    if out_rows != rows:
-        raise ValueError(f"x has {rows} rows, out {out_rows}")
+    if out_shape != [rows, heads, size]:
+        raise ValueError(f"x has rows of {list(x.shape)}, out {list(out.shape)}")
     struct = library.RmsNormOp(
-        *(x_TN.data_ptr(), x_stride, weight_N.data_ptr(), out_TN.data_ptr(), out_stride, size, eps)
+        *(x.data_ptr(), x_stride, weight_N.data_ptr(), out.data_ptr(), out_stride, heads, size, eps)
     )
-    return Op(struct, rows, (x_TN, weight_N, out_TN))
+    return Op(struct, rows, (x, weight_N, out))
 
 
 def _rotate(x_THD: Tensor, rotary: Rotary) -> Op:
@@ -295,7 +324,7 @@ def _store(k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> Op:
     return Op(struct, k_shape[0], (k_THD, v_THD, kv, pool))
 
 
-def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> Op:
+def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, window: int | None) -> Op:
     pool = _pool(kv)
     *q_shape, q_stride = _heads("q", q_THD)
     *out_shape, out_stride = _heads("out", out_THD)
@@ -304,8 +333,11 @@ def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> Op:
         raise ValueError(f"q is {q_shape} and out {out_shape}; the pool has heads of {pool.head_size}")
     if heads % pool.heads or heads // pool.heads > _MAX_GROUP:
         raise ValueError(f"{heads} query heads cannot share {pool.heads} key/value heads")
+    if window is not None and not 0 < window < 1 << 31:
+        raise ValueError(f"a window of {window} positions; it must be from 1 to {(1 << 31) - 1}")
     struct = library.AttentionOp(
-        *(q_THD.data_ptr(), q_stride, addressof(pool), out_THD.data_ptr(), out_stride, heads, scale)
+        *(q_THD.data_ptr(), q_stride, addressof(pool), out_THD.data_ptr(), out_stride),
+        *(heads, window or 0, scale),
     )
     return Op(struct, rows, (q_THD, kv, pool, out_THD))
 
@@ -391,6 +423,14 @@ def _heads(what: str, x: Tensor) -> tuple[int, int, int, int]:
         if len(shape) == 3 and stride[2] == 1 and stride[1] == shape[2]:
             return shape[0], shape[1], shape[2], stride[0]
     raise ValueError(f"{what} must be float32 [T, H, D] with [H, D] contiguous, not {_describe(x)}")
+
+
+def _heads_or_matrix(what: str, x: Tensor) -> tuple[int, int, int, int]:
+    """As `_heads`; a matrix has one head."""
+    if x.dim() == 3:
+        return _heads(what, x)
+    rows, stride = _matrix(what, x, x.shape[-1])
+    return rows, 1, x.shape[-1], stride
 
 
 def _expect(what: str, x: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -53,7 +53,7 @@ class GatherOp(ctypes.Structure):
 class RmsNormOp(ctypes.Structure):
     _fields_ = (
         *(("x", _P), ("x_stride", _L), ("weight", _P)),
-        *(("out", _P), ("out_stride", _L), ("size", _L), ("eps", _F)),
+        *(("out", _P), ("out_stride", _L), ("heads", _L), ("size", _L), ("eps", _F)),
     )
 
 
@@ -71,7 +71,7 @@ class StoreOp(ctypes.Structure):
 class AttentionOp(ctypes.Structure):
     _fields_ = (
         *(("q", _P), ("q_stride", _L), ("pool", _P), ("out", _P), ("out_stride", _L)),
-        *(("q_heads", _I), ("scale", _F)),
+        *(("q_heads", _I), ("window", _I), ("scale", _F)),
     )
 
 
@@ -143,9 +143,10 @@ def load() -> ctypes.CDLL:
     """The library: carried beside the code if it is of these sources, else the user's cache, built once."""
     expected = build.source_hash()
     library = _open(CARRIED, expected) or _open(_cached_path(expected), expected) or _built(expected)
-    library.shoal_linear_new.argtypes, library.shoal_linear_new.restype = (_I, _L, _L, _I), _P
+    library.shoal_linear_new.argtypes, library.shoal_linear_new.restype = (_I, _L, _L, _I, _I), _P
     library.shoal_linear_fill.argtypes, library.shoal_linear_fill.restype = (_P, _I, _L, _L, _P, _L, _I), None
     library.shoal_linear_settle.argtypes, library.shoal_linear_settle.restype = (_P, _I), _I
+    library.shoal_linear_fill_bias.argtypes, library.shoal_linear_fill_bias.restype = (_P, _I, _P), None
     library.shoal_linear_num_bytes.argtypes, library.shoal_linear_num_bytes.restype = (_P,), _L
     library.shoal_linear_free.argtypes, library.shoal_linear_free.restype = (_P,), None
     library.shoal_run_tape.argtypes, library.shoal_run_tape.restype = (_P, _L, _P, _I), _I

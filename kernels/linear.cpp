@@ -2,8 +2,9 @@
 //
 // Every y[t][n] is the float32 chain
 //     acc = 0; for k in 0..K-1: acc = fma(x[t][k], w[n][k], acc)
-// and nothing else: no tile, thread count, row count or instruction set shows in the bits. This works because vector
-// lanes run over n (outputs), never over k: each step broadcasts one x and does one fma a lane.
+// plus a bias if the matrix has one, and nothing else: no tile, thread count, row count or instruction set shows in the
+// bits. This works because vector lanes run over n (outputs), never over k: each step broadcasts one x and does one fma
+// a lane. What a caller asks for beside (silu, a product, a residual) takes the finished sum.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
@@ -219,8 +220,10 @@ void finish(const LinearOp& c, long panel, long panels, long row, long rows, con
         for (long p = 0; p < panels; p += step) {
             const float* s = sums + p * panel_stride + r * LANES;
             const long n = (panel + p) / step * LANES, left = c.w->num_outputs - n;
-            V v = load(s);
-            if (c.w->gate_up) v = silu(v) * load(s + panel_stride);
+            const float* bias = c.w->bias.empty() ? nullptr : c.w->bias.data() + (panel + p) * LANES;
+            V v = load(s), up = load(s + (step - 1) * panel_stride);
+            if (bias) v = v + load(bias), up = up + load(bias + (step - 1) * LANES);
+            if (c.w->gate_up) v = silu(v) * up;
             if (c.add) v = load_part(y + n, left) + v;
             store_part(y + n, v, left);
         }

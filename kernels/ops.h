@@ -9,7 +9,7 @@ namespace shoal {
 // 1 means that a row's position, sequence or block is out of range; nothing was written then.
 using Kernel = int (*)(const void* op, const Rows* rows, int threads);
 
-struct LinearOp {  // y = x w^T; silu(gate) * up of a gate-up matrix; added to y
+struct LinearOp {  // y = x w^T, plus bias; silu(gate) * up of a gate-up matrix; added to y
     const Linear* w;
     const float* x;
     long x_stride;
@@ -27,12 +27,12 @@ struct GatherOp {  // out[t] = table[ids[t]], widened
     long out_stride, size;
 };
 
-struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight
+struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight, of each of a row's heads by itself
     const float* x;
     long x_stride;
     const float* weight;
     float* out;
-    long out_stride, size;
+    long out_stride, heads, size;  // a row's [heads, size] contiguous
     float eps;
 };
 
@@ -58,6 +58,7 @@ struct AttentionOp {
     float* out;
     long out_stride;
     int q_heads;
+    int window;  // a row sees so many positions, its own the last; 0: all
     float scale;
 };
 

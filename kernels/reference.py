@@ -14,6 +14,10 @@ class TorchLinear:
     """A float32 copy: bfloat16 products are emulated on most CPUs and several times slower."""
 
     weight_NK: Tensor
+    bias_N: Tensor | None
+
+    def __call__(self, x_TK: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x_TK, self.weight_NK, self.bias_N)
 
     @property
     def num_outputs(self) -> int:
@@ -21,21 +25,21 @@ class TorchLinear:
 
     @property
     def num_bytes(self) -> int:
-        return self.weight_NK.nbytes
+        return self.weight_NK.nbytes + (0 if self.bias_N is None else self.bias_N.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchGateUp:
-    gate_NK: Tensor
-    up_NK: Tensor
+    gate: TorchLinear
+    up: TorchLinear
 
     @property
     def num_outputs(self) -> int:
-        return self.gate_NK.shape[0]
+        return self.gate.num_outputs
 
     @property
     def num_bytes(self) -> int:
-        return self.gate_NK.nbytes + self.up_NK.nbytes
+        return self.gate.num_bytes + self.up.num_bytes
 
 
 class TorchBackend:
@@ -50,30 +54,36 @@ class TorchBackend:
     def name(self) -> str:
         return f"torch-{self._device.type}"
 
-    def pack(self, weights_NK: Sequence[Tensor]) -> TorchLinear:
-        return TorchLinear(torch.cat([self._to_float(w) for w in weights_NK]))
+    def pack(self, weights_NK: Sequence[Tensor], bias_N: Tensor | None = None) -> TorchLinear:
+        bias_N = None if bias_N is None else self._to_float(bias_N)
+        return TorchLinear(torch.cat([self._to_float(w) for w in weights_NK]), bias_N)
 
-    def pack_gate_up(self, gate_NK: Tensor, up_NK: Tensor) -> TorchGateUp:
-        return TorchGateUp(self._to_float(gate_NK), self._to_float(up_NK))
+    def pack_gate_up(
+        self,
+        gate_NK: Tensor,
+        up_NK: Tensor,
+        gate_bias_N: Tensor | None = None,
+        up_bias_N: Tensor | None = None,
+    ) -> TorchGateUp:
+        return TorchGateUp(self.pack([gate_NK], gate_bias_N), self.pack([up_NK], up_bias_N))
 
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
         assert isinstance(w, TorchLinear)
-        return torch.mm(x_TK, w.weight_NK.T, out=out_TN)
+        return out_TN.copy_(w(x_TK))
 
     def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> Tensor:
         assert isinstance(w, TorchLinear)
-        return residual_TN.addmm_(x_TK, w.weight_NK.T)
+        return residual_TN.add_(w(x_TK))
 
     def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
         assert isinstance(gate_up, TorchGateUp)
-        gate_TN, up_TN = x_TK @ gate_up.gate_NK.T, x_TK @ gate_up.up_NK.T
-        return torch.mul(torch.nn.functional.silu(gate_TN), up_TN, out=out_TN)
+        return torch.mul(torch.nn.functional.silu(gate_up.gate(x_TK)), gate_up.up(x_TK), out=out_TN)
 
     def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
         return out_TN.copy_(table_VN[id_T])
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> Tensor:
-        return torch.mul(x_TN * (x_TN.square().mean(-1, keepdim=True) + eps).rsqrt(), weight_N, out=out_TN)
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
+        return out.copy_(x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_N)
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         half = rotary.cos.shape[1]
@@ -90,7 +100,16 @@ class TorchBackend:
         kv.k_PBHD[block_T, position_T % block_rows] = k_THD.to(kv.k_PBHD.dtype)
         kv.v_PBHD[block_T, position_T % block_rows] = v_THD.to(kv.v_PBHD.dtype)
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, rows: Rows, scale: float, out_THD: Tensor) -> Tensor:
+    def attention(
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        rows: Rows,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+    ) -> Tensor:
         for sequence in sorted(set(rows.sequence_T.tolist())):
             mine = (rows.sequence_T == sequence).nonzero().flatten()
             position_Q = rows.position_T[mine]
@@ -100,7 +119,10 @@ class TorchBackend:
                 _gather(pool, rows.table_SN[sequence], length).repeat_interleave(group, dim=1)
                 for pool in (kv.k_PBHD, kv.v_PBHD)
             )
-            hidden_QN = torch.arange(length, device=self._device) > position_Q[:, None]
+            position_N = torch.arange(length, device=self._device)
+            hidden_QN = position_N > position_Q[:, None]
+            if window is not None:
+                hidden_QN |= position_N <= position_Q[:, None] - window
             score_HQN = torch.einsum("qhd,nhd->hqn", q_THD[mine], k_NHD) * scale
             weight_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1)
             out_THD[mine] = torch.einsum("hqn,nhd->qhd", weight_HQN, v_NHD)
@@ -169,8 +191,8 @@ class TorchTape:
     def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
         self.backend.silu_mul_linear(self._first(x_TK), gate_up, self._first(out_TN))
 
-    def rms_norm(self, x_TN: Tensor, weight_N: Tensor, eps: float, out_TN: Tensor) -> None:
-        self.backend.rms_norm(self._first(x_TN), weight_N, eps, self._first(out_TN))
+    def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None:
+        self.backend.rms_norm(self._first(x), weight_N, eps, self._first(out))
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self.backend.rotate(self._first(x_THD), rotary, self.rows)
@@ -178,8 +200,10 @@ class TorchTape:
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
         self.backend.store(self._first(k_THD), self._first(v_THD), kv, self.rows)
 
-    def attention(self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor) -> None:
-        self.backend.attention(self._first(q_THD), kv, self.rows, scale, self._first(out_THD))
+    def attention(
+        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+    ) -> None:
+        self.backend.attention(self._first(q_THD), kv, self.rows, scale, self._first(out_THD), window=window)
 
     def _first(self, x: Tensor) -> Tensor:
         return x[: len(self.rows.sequence_T)]

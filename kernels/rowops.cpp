@@ -28,6 +28,18 @@ template <class T> void gather(const GatherOp& op, long rows, int threads) {
     });
 }
 
+// Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
+void rms_norm(const float* x, const float* weight, float* out, long size, float eps) {
+    V squares = splat(0);
+    for (long i = 0; i < size; i += LANES) {
+        const V v = load_part(x + i, size - i);
+        squares = fma(v, v, squares);
+    }
+    const V scale = splat(1.f / std::sqrt(sum(squares) / float(size) + eps));
+    for (long i = 0; i < size; i += LANES)
+        store_part(out + i, load_part(x + i, size - i) * scale * load_part(weight + i, size - i), size - i);
+}
+
 void rotate(float* x, const float* cosines, const float* sines, long half) {
     for (long i = 0; i < half; i += LANES) {
         const long n = half - i;
@@ -57,20 +69,11 @@ SHOAL_EXPORT(shoal_gather)(const void* op, const Rows* rows, int threads) {
     return 0;
 }
 
-// Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
 SHOAL_EXPORT(shoal_rms_norm)(const void* op, const Rows* rows, int threads) {
-    const auto [x, x_stride, weight, out, out_stride, size, eps] = *static_cast<const RmsNormOp*>(op);
-    parallel_rows(threads, rows->count, size, [=](long t) {
-        const float* from = x + t * x_stride;
-        float* to = out + t * out_stride;
-        V squares = splat(0);
-        for (long i = 0; i < size; i += LANES) {
-            const V v = load_part(from + i, size - i);
-            squares = fma(v, v, squares);
-        }
-        const V scale = splat(1.f / std::sqrt(sum(squares) / float(size) + eps));
-        for (long i = 0; i < size; i += LANES)
-            store_part(to + i, load_part(from + i, size - i) * scale * load_part(weight + i, size - i), size - i);
+    const auto [x, x_stride, weight, out, out_stride, heads, size, eps] = *static_cast<const RmsNormOp*>(op);
+    parallel_rows(threads, rows->count, heads * size, [=](long t) {
+        for (long h = 0; h < heads; h++)
+            rms_norm(x + t * x_stride + h * size, weight, out + t * out_stride + h * size, size, eps);
     });
     return 0;
 }

@@ -113,10 +113,11 @@ void encode(const uint16_t* values, long fours, const uint8_t (&table)[16], uint
 using namespace shoal;
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
-// A zeroed matrix, or null when there is no memory for it.
-EXPORT Linear* shoal_linear_new(int dtype, long num_outputs, long num_inputs, int gate_up) try {
+// A zeroed matrix and bias, or null when there is no memory for it.
+EXPORT Linear* shoal_linear_new(int dtype, long num_outputs, long num_inputs, int gate_up, int has_bias) try {
     auto linear = std::make_unique<Linear>(Dtype(dtype), num_outputs, num_inputs, gate_up != 0);
     linear->data = (linear->dtype == Dtype::bf16 ? staging : zeroed)(linear->data_bytes());
+    if (has_bias) linear->bias.resize(linear->panels() * 16);
     return linear.release();
 } catch (const std::bad_alloc&) {
     return nullptr;
@@ -133,6 +134,14 @@ EXPORT void shoal_linear_fill(Linear* to, int part, long first, long rows, const
         else
             pack_panel(*to, target, begin % 16, static_cast<const uint16_t*>(w) + row, stride, end - begin);
     });
+}
+
+// Copies the bias of all outputs; `part` 1 is the up half of a gate-up matrix.
+EXPORT void shoal_linear_fill_bias(Linear* to, int part, const float* bias) {
+    for (long n = 0; n < to->num_outputs; n++) {
+        const long panel = to->gate_up ? n / 16 * 2 + part : n / 16;
+        to->bias[panel * 16 + n % 16] = bias[n];
+    }
 }
 
 // To be called once all is filled: bfloat16 becomes bf12 where that pays. 0 when there is no memory for it.

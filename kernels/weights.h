@@ -28,6 +28,7 @@ struct Linear {
     long num_outputs, num_inputs;
     bool gate_up;
     std::shared_ptr<char> data;
+    std::vector<float> bias;  // [panels, 16], added to finished sums; empty: none
 
     struct Rare {
         long four;
@@ -50,7 +51,7 @@ struct Linear {
     long pair_bytes() const { return fours() * four_bytes(); }
     long data_bytes() const { return (panels() + 1) / 2 * pair_bytes(); }
     long num_bytes() const {
-        long bytes = data_bytes();
+        long bytes = data_bytes() + long(bias.size()) * 4;
         for (const auto& pair : pairs) bytes += sizeof pair + pair.rare.capacity() * sizeof(Rare);
         return bytes;
     }

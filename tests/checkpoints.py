@@ -1,4 +1,4 @@
-"""Checkpoints for tests: a real small model, a tiny random one, and one that only looks like a checkpoint."""
+"""Checkpoints for tests: a real small model, tiny random ones, and one that only looks like a checkpoint."""
 
 import json
 import struct
@@ -33,32 +33,96 @@ def smollm2() -> Path:
     return resolve_model(None, progress=LineProgress()).directory
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 def tiny_llama(
-    directory: Path,
-    *,
-    seed: int = 0,
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16",
-    **overrides: Any,
+    directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", shard_size: str = "1GB", **overrides: Any
 ) -> Path:
     """Write a random llama and its tokenizer; equal arguments give equal bytes."""
+    return _tiny("LlamaConfig", directory, seed, dtype, overrides, shard_size=shard_size)
+
+
+def tiny_qwen2(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any) -> Path:
+    """A llama with biases on its queries, keys and values."""
+    return _tiny("Qwen2Config", directory, seed, dtype, overrides)
+
+
+def tiny_qwen3(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any) -> Path:
+    """A llama that norms each head's queries and keys; heads are wider than hidden_size / num_heads."""
+    return _tiny("Qwen3Config", directory, seed, dtype, {"head_dim": 32} | overrides)
+
+
+def tiny_mistral(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any) -> Path:
+    """A llama whose tokens see 24 positions: one and a half blocks of 16."""
+    return _tiny("MistralConfig", directory, seed, dtype, {"sliding_window": 24} | overrides)
+
+
+TINY_LIBRARY: dict[str, dict[str, Any]] = {
+    "DeepseekV3Config": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "GPT2Config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "GPTNeoXConfig": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    },
+    "Olmo2Config": {},
+    "OPTConfig": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Phi3Config": {"sliding_window": 24},
+    "PhiConfig": {},
+    "Starcoder2Config": {"sliding_window": 24},
+}
+"""Configurations that the lean decoder cannot run, and what they need beside a llama's numbers."""
+
+
+def tiny_library(
+    config: str, directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any
+) -> Path:
+    """A random model of one of TINY_LIBRARY."""
+    return _tiny(config, directory, seed, dtype, TINY_LIBRARY[config] | overrides)
+
+
+def _tiny(
+    config_class: str,
+    directory: Path,
+    seed: int,
+    dtype: Dtype,
+    overrides: dict[str, Any],
+    *,
+    shard_size: str = "1GB",
+) -> Path:
     # Imported here, because most users of this module need no torch.
     import torch  # noqa: PLC0415
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
-    config = LlamaConfig(
-        **(TINY_LLAMA | {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2} | overrides),
-        dtype=getattr(torch, dtype),
+    special = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    config: Any = getattr(transformers, config_class)(
+        **(TINY_LLAMA | special | overrides), dtype=getattr(torch, dtype)
     )
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(config)
+        auto: Any = transformers.AutoModelForCausalLM
+        model = auto.from_config(config)
         for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.uniform_(0.5, 1.5)  # all ones would hide a norm whose weight is left out
+            if name.endswith("bias"):
+                weight.normal_(std=0.5)  # zeros would hide one that is left out,
+            elif weight.dim() == 1:
+                weight.uniform_(0.5, 1.5)  # and all ones a norm's weight
             else:
                 # Large enough that the next token depends on the whole context, not on the last token alone.
                 weight.normal_(std=1.5 * config.hidden_size**-0.5)
-        model.to(getattr(torch, dtype)).save_pretrained(directory)
+        model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
     write_tiny_tokenizer(directory, vocab_size=config.vocab_size)
     return directory
 

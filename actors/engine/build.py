@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,8 +13,12 @@ from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
-from shoal.actors.engine.models.decoder_config import DecoderConfig, decoder_config, load_config
+from shoal.actors.engine.models.choose import model_config
+from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
+from shoal.actors.engine.models.decoder_config import load_config
 from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
+from shoal.actors.engine.models.library_config import LibraryConfig
+from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryModel
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.actors.engine.pools import Pools
@@ -21,7 +26,7 @@ from shoal.actors.engine.runner import ModelRunner, PagedPool
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
 from shoal.actors.messages import SamplingParams
-from shoal.kernels.backend import Backend, Rotary
+from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.layout import BlockLayout, KVDtype
@@ -35,14 +40,9 @@ DEVICE = torch.device("cpu")
 class LoadedModel:
     """A checkpoint in memory, before it is known how many KV blocks fit beside it."""
 
-    config: DecoderConfig
-    weights: DecoderWeights
-    rotary: Rotary
-
-    def decoder(self, backend: Backend, *, max_rows: int, max_logits: int) -> LeanDecoder:
-        return LeanDecoder(
-            self.config, self.weights, self.rotary, backend, max_rows=max_rows, max_logits=max_logits
-        )
+    config: ModelShape
+    weights: Weights
+    decoder: MakeDecoder
 
     def block_layout(self, block_size: int, dtype: KVDtype) -> BlockLayout:
         return BlockLayout(
@@ -64,14 +64,16 @@ class BuiltEngine:
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
-    """Raises UnsupportedModel for a checkpoint that the lean decoder would compute wrongly."""
+    """On the lean path if that can compute it, else on the library path; else raises UnsupportedModel."""
     hf = load_config(checkpoint)
-    config = decoder_config(hf)
+    config = model_config(hf)
+    if isinstance(config, LibraryConfig):
+        library = LibraryModel.load(checkpoint, config, backend, max_model_len=max_model_len)
+        return LoadedModel(config=library, weights=library, decoder=partial(LibraryDecoder, library))
     with CheckpointTensors(checkpoint) as tensors:
         weights = DecoderWeights.load(tensors, config, backend)
-    return LoadedModel(
-        config=config, weights=weights, rotary=rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
-    )
+    rotary = rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
+    return LoadedModel(config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary))
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:

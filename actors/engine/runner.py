@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK
-from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.step import SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend, LayerKV, Rows, Sampling
@@ -26,7 +26,7 @@ class PagedPool:
 
 
 class ModelRunner:
-    def __init__(self, model: LeanDecoder, pool: PagedPool, backend: Backend, device: torch.device) -> None:
+    def __init__(self, model: Decoder, pool: PagedPool, backend: Backend, device: torch.device) -> None:
         self._model = model
         self._pool = pool
         self._backend = backend

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import Adjustment, LayerKV, Rows, Sampling
+from shoal.kernels.backend import Adjustment, Backend, LayerKV, Rows, Sampling
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
 
@@ -125,18 +125,27 @@ class Paged:
         return kv, table_SN
 
     def attend(
-        self, which: Sequence[tuple[int, int]], pool: tuple[LayerKV, Tensor], backend: CpuBackend = BEST
+        self,
+        which: Sequence[tuple[int, int]],
+        pool: tuple[LayerKV, Tensor],
+        backend: Backend = BEST,
+        *,
+        window: int | None = None,
     ) -> Tensor:
         kv, table_SN = pool
         q, _, _ = self.fused(which)
         out = torch.empty(len(which), self.heads, self.head_size)
-        return backend.attention(q, kv, rows(which, table_SN), self.head_size**-0.5, out)
+        return backend.attention(q, kv, rows(which, table_SN), self.head_size**-0.5, out, window=window)
 
-    def exact(self, sequence: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def exact(
+        self, sequence: int, dtype: torch.dtype = torch.float32, *, window: int | None = None
+    ) -> Tensor:
         """Attention of all rows of a sequence in float64, over keys and values in the pool's dtype."""
         q, k, v = self.fused([(sequence, p) for p in range(self.lengths[sequence])])
         group = self.heads // self.kv_heads
         k, v = (x.to(dtype).double().repeat_interleave(group, 1) for x in (k, v))
         score_HQN = torch.einsum("qhd,nhd->hqn", q.double(), k) * self.head_size**-0.5
         hidden_QN = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+        if window is not None:
+            hidden_QN |= hidden_QN.new_ones(hidden_QN.shape).tril(-window)
         return torch.einsum("hqn,nhd->qhd", score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1), v)

@@ -26,10 +26,14 @@ def pool(blocks: int = 4, block_rows: int = 16, heads: int = 2, head_size: int =
 
 
 def attend(
-    q: Tensor = Q, kv: LayerKV | None = None, where: Rows | None = None, out: Tensor | None = None
+    q: Tensor = Q,
+    kv: LayerKV | None = None,
+    where: Rows | None = None,
+    out: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     out = torch.empty(q.shape) if out is None else out
-    return BEST.attention(q, kv or pool(), where or rows([(0, 3)], TABLE), 1.0, out)
+    return BEST.attention(q, kv or pool(), where or rows([(0, 3)], TABLE), 1.0, out, window=window)
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -53,6 +57,11 @@ REFUSED: dict[str, Callable[[], object]] = {
     "weights of two widths": lambda: BEST.pack([zeros(8, 16), zeros(8, 17)]),
     "no weights": lambda: BEST.pack([]),
     "gate and up of two sizes": lambda: BEST.pack_gate_up(zeros(8, 16), zeros(9, 16)),
+    "a bias of another size": lambda: BEST.pack([zeros(8, 16)], zeros(9)),
+    "a bias of another dtype": lambda: BEST.pack([zeros(8, 16)], zeros(8).bfloat16()),
+    "a bias of gate alone": lambda: BEST.pack_gate_up(zeros(8, 16), zeros(8, 16), zeros(8), None),
+    "heads of another number": lambda: BEST.rms_norm(zeros(2, 3, 16), zeros(16), 1e-5, zeros(2, 4, 16)),
+    "a window of nothing": lambda: attend(window=0),
     "a norm weight of another size": lambda: BEST.rms_norm(zeros(2, 16), zeros(15), 1e-5, zeros(2, 16)),
     "an id past the table": lambda: BEST.gather(zeros(5, 4), torch.tensor([5]), zeros(1, 4)),
     "a negative id": lambda: BEST.gather(zeros(5, 4), torch.tensor([-1]), zeros(1, 4)),

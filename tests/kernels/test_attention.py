@@ -117,3 +117,74 @@ def test_many_query_heads_share_one_key(heads: int) -> None:
     paged = world((heads, 1, 16), 280)
     whole = prefill(paged, 0, paged.filled(64))
     torch.testing.assert_close(whole.double(), paged.exact(0), rtol=0, atol=3e-6)
+
+
+WINDOWS = (1, 16, 24, 63, 64, 65, 100, 256, 300)
+
+
+def windowed(paged: Paged, pool: tuple[LayerKV, Tensor], window: int) -> Tensor:
+    return paged.attend([(0, p) for p in range(paged.lengths[0])], pool, window=window)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_against_float64(shape: tuple[int, int, int], window: int) -> None:
+    paged = world(shape, LENGTH)
+    pool = paged.filled(16)
+    exact = paged.exact(0, window=window)
+    torch.testing.assert_close(windowed(paged, pool, window).double(), exact, rtol=0, atol=3e-6)
+    whole = [(0, p) for p in range(LENGTH)]
+    theirs = paged.attend(whole, pool, REFERENCE, window=window)
+    torch.testing.assert_close(theirs.double(), exact, rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_a_window_changes_with_no_chunk_block_thread_or_instruction_set(
+    window: int, dtype: torch.dtype
+) -> None:
+    paged = world((9, 3, 64), 600)
+    whole = windowed(paged, paged.filled(128, dtype=dtype), window)
+    assert same_bits(windowed(paged, paged.filled(16, dtype=dtype), window), whole)
+    pool = paged.filled(32, dtype=dtype)
+    for backend in every_cpu():
+        for start, end in ((599, 600), (64, 65), (230, 243), (250, 330), (0, 70)):
+            part = paged.attend([(0, p) for p in range(start, end)], pool, backend, window=window)
+            assert same_bits(part, whole[start:end]), (backend.name, start, end)
+
+
+def test_a_window_of_all_positions_is_none() -> None:
+    paged = world((9, 3, 64), LENGTH)
+    pool = paged.filled(16)
+    full = prefill(paged, 0, pool)
+    for window in (LENGTH, LENGTH + 1, (1 << 31) - 1):
+        assert same_bits(windowed(paged, pool, window), full)
+    assert same_bits(windowed(paged, pool, 100)[:100], full[:100]), "rows whose window is not full yet"
+
+
+def test_keys_behind_the_window_do_not_reach_a_row() -> None:
+    """Nor do their values: a block out of sight may be anything."""
+    window = 50
+    paged = world((4, 2, 32), 400)
+    clean = windowed(paged, paged.filled(16), window)
+    paged.qkv[0][:200, 4:6], paged.qkv[0][:200, 6:] = torch.inf, NAN
+    poisoned = windowed(paged, paged.filled(16), window)
+    assert same_bits(poisoned[200 + window - 1 :], clean[200 + window - 1 :])
+    assert not poisoned[: 200 + window - 1].isfinite().all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_windowed_step_gives_the_rows_of_a_whole_prefill(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 400), min_size=1, max_size=3))
+    window = data.draw(st.integers(1, 420))
+    paged = world((6, 2, 32), *lengths)
+    pool = paged.filled(data.draw(st.sampled_from([16, 128])))
+    everything = [(s, p) for s, n in enumerate(lengths) for p in range(n)]
+    which = data.draw(st.lists(st.sampled_from(everything), min_size=1, max_size=40))
+    alone = {
+        s: paged.attend([(s, p) for p in range(lengths[s])], pool, window=window)
+        for s in {s for s, _ in which}
+    }
+    together = paged.attend(which, pool, window=window)
+    assert same_bits(together, torch.stack([alone[s][p] for s, p in which]))

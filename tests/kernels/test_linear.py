@@ -114,6 +114,42 @@ def test_inputs_and_outputs_may_be_slices_of_wider_rows() -> None:
     assert (wide_y[:, :5] == 7).all() and (wide_y[:, 25:] == 7).all()
 
 
+def test_a_bias_is_added_to_the_finished_chain() -> None:
+    q, k, v = (weights((n, 40), torch.bfloat16, seed=n) for n in (72, 24, 25))
+    x, bias = inputs(60, 40), inputs(1, 121, seed=5)[0]
+    expected = BEST.linear(x, BEST.pack([q, k, v]), torch.empty(60, 121)) + bias
+    for backend, count in itertools.product(every_cpu(), (1, 13, 60)):
+        y = backend.linear(x[:count], backend.pack([q, k, v], bias), torch.empty(count, 121))
+        assert same_bits(y, expected[:count]), (backend.name, count)
+    theirs = REFERENCE.linear(x, REFERENCE.pack([q, k, v], bias), torch.empty(60, 121))
+    torch.testing.assert_close(theirs, expected, rtol=0, atol=1e-5)
+
+
+def test_a_bias_comes_before_the_residual() -> None:
+    w, x, residual = weights((33, 70), torch.float16), inputs(20, 70), inputs(20, 33, seed=2)
+    bias = inputs(1, 33, seed=5)[0]
+    expected = residual + (BEST.linear(x, BEST.pack([w]), torch.empty(20, 33)) + bias)
+    for backend in every_cpu():
+        assert same_bits(backend.add_linear(x, backend.pack([w], bias), residual.clone()), expected)
+
+
+@pytest.mark.parametrize("size", [16, 75])
+def test_gate_and_up_have_biases_of_their_own(size: int) -> None:
+    gate, up = (weights((size, 61), torch.bfloat16, seed=s) for s in (3, 4))
+    gate_bias, up_bias, x = *inputs(2, size, seed=5), inputs(60, 61)
+    packed = BEST.pack_gate_up(gate, up, gate_bias, up_bias)
+    whole = BEST.silu_mul_linear(x, packed, torch.empty(60, size))
+    g, u = x.double() @ gate.double().T + gate_bias.double(), x.double() @ up.double().T + up_bias.double()
+    torch.testing.assert_close(whole.double(), torch.nn.functional.silu(g) * u, rtol=2e-6, atol=2e-5)
+    for backend, count in itertools.product(every_cpu(), (1, 13, 60)):
+        part = backend.silu_mul_linear(x[:count], packed, torch.empty(count, size))
+        assert same_bits(part, whole[:count]), (backend.name, count)
+    theirs = REFERENCE.pack_gate_up(gate, up, gate_bias, up_bias)
+    torch.testing.assert_close(
+        REFERENCE.silu_mul_linear(x, theirs, torch.empty(60, size)), whole, rtol=2e-6, atol=2e-5
+    )
+
+
 def test_add_linear_adds_the_finished_product() -> None:
     w, x, residual = BEST.pack([weights((33, 70), torch.float16)]), inputs(20, 70), inputs(20, 33, seed=2)
     expected = residual + BEST.linear(x, w, torch.empty(20, 33))

@@ -36,6 +36,19 @@ def test_rms_norm(size: int) -> None:
         assert same_bits(backend.rms_norm(x[9:10], weight, 1e-5, torch.empty(1, size)), y[9:10])
 
 
+def test_rms_norm_of_heads_is_that_of_each_head() -> None:
+    fused, weight = randn(30, 8, 80), randn(80, seed=1)
+    heads = BEST.rms_norm(fused[:, 1:6].flatten(0, 1), weight, 1e-6, torch.empty(150, 80)).view(30, 5, 80)
+    for backend in every_cpu():
+        normed = fused.clone()
+        backend.rms_norm(normed[:, 1:6], weight, 1e-6, normed[:, 1:6])  # in place, within wider rows
+        assert same_bits(normed[:, 1:6], heads), backend.name
+        assert same_bits(normed[:, 0], fused[:, 0]) and same_bits(normed[:, 6:], fused[:, 6:])
+    theirs = fused.clone()
+    REFERENCE.rms_norm(theirs[:, 1:6], weight, 1e-6, theirs[:, 1:6])
+    torch.testing.assert_close(theirs[:, 1:6], heads, rtol=2e-6, atol=1e-7)
+
+
 def angles(positions: int, half: int) -> Rotary:
     angle = torch.outer(torch.arange(positions), 10_000.0 ** (-torch.arange(half) / half)).double()
     return Rotary(cos=angle.cos().float(), sin=angle.sin().float())

@@ -22,7 +22,7 @@ class Layer:
         def random(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator)
 
-        self.norm = random(SIZE)
+        self.norm, self.head_norm = random(SIZE), random(HEAD_SIZE)
         self.qkv_weight: Linear = backend.pack([random((HEADS + 2 * KV_HEADS) * HEAD_SIZE, SIZE)])
         self.out_weight: Linear = backend.pack([random(SIZE, HEADS * HEAD_SIZE)])
         self.gate_up: Linear = backend.pack_gate_up(random(48, SIZE), random(48, SIZE))
@@ -39,9 +39,10 @@ class Layer:
     def play(self, tape: Tape) -> None:
         tape.rms_norm(self.x, self.norm, 1e-5, self.normed)
         tape.linear(self.normed, self.qkv_weight, self.qkv.flatten(1))
+        tape.rms_norm(self.qkv[:, :HEADS], self.head_norm, 1e-5, self.qkv[:, :HEADS])
         tape.rotate(self.qkv[:, : HEADS + KV_HEADS], self.rotary)
         tape.store(self.qkv[:, HEADS : HEADS + KV_HEADS], self.qkv[:, HEADS + KV_HEADS :], self.kv)
-        tape.attention(self.qkv[:, :HEADS], self.kv, 0.25, self.attended)
+        tape.attention(self.qkv[:, :HEADS], self.kv, 0.25, self.attended, window=3)
         tape.add_linear(self.attended.flatten(1), self.out_weight, self.x)
         tape.silu_mul_linear(self.x, self.gate_up, self.mlp)
         tape.add_linear(self.mlp, self.down, self.x)
@@ -52,9 +53,10 @@ def one_by_one(backend: Backend, layer: Layer, where: Rows) -> None:
     qkv = layer.qkv[:n]
     backend.rms_norm(layer.x[:n], layer.norm, 1e-5, layer.normed[:n])
     backend.linear(layer.normed[:n], layer.qkv_weight, qkv.flatten(1))
+    backend.rms_norm(qkv[:, :HEADS], layer.head_norm, 1e-5, qkv[:, :HEADS])
     backend.rotate(qkv[:, : HEADS + KV_HEADS], layer.rotary, where)
     backend.store(qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :], layer.kv, where)
-    backend.attention(qkv[:, :HEADS], layer.kv, where, 0.25, layer.attended[:n])
+    backend.attention(qkv[:, :HEADS], layer.kv, where, 0.25, layer.attended[:n], window=3)
     backend.add_linear(layer.attended[:n].flatten(1), layer.out_weight, layer.x[:n])
     backend.silu_mul_linear(layer.x[:n], layer.gate_up, layer.mlp[:n])
     backend.add_linear(layer.mlp[:n], layer.down, layer.x[:n])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.engine import Engine
-from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.runner import ModelRunner, PagedPool
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
@@ -30,7 +30,7 @@ class LookingRunner:
     """Runs a plan on a ModelRunner, and shows the logits of every position, not only the drawn ones."""
 
     def __init__(
-        self, runner: ModelRunner, decoder: LeanDecoder, look: Look, watched: frozenset[SequenceId]
+        self, runner: ModelRunner, decoder: Decoder, look: Look, watched: frozenset[SequenceId]
     ) -> None:
         self._runner = runner
         self._decoder = decoder

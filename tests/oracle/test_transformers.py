@@ -9,24 +9,21 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.build import LoadedModel, load_model
-from shoal.actors.engine.models.decoder_config import UnsupportedModel
-from shoal.actors.engine.step import SequenceId
+from shoal.actors.engine.models.decoder_config import (
+    UnsupportedModel,
+    load_config,
+    longest_length,
+    usual_length,
+)
 from shoal.kernels.backend import Backend
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
-from tests.checkpoints import smollm2, tiny_llama
-from tests.oracle.recording import Setup, greedy, serve
+from tests.checkpoints import smollm2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.oracle.stepping import logits_of
 
 
 def our_logits(loaded: LoadedModel, backend: Backend, tokens: Sequence[int]) -> Tensor:
-    rows: dict[int, Tensor] = {}
-    setup = Setup(backend=backend, max_num_batched_tokens=64)
-
-    def keep(_: SequenceId, position: int, logits: Tensor) -> None:
-        rows[position] = logits.clone()
-
-    serve(loaded, setup, [greedy("it", tokens, 1)], look=keep)
-    return torch.stack([rows[position] for position in range(len(tokens))])
+    return logits_of(loaded, backend, tokens, 64)
 
 
 @torch.inference_mode()
@@ -87,22 +84,116 @@ def test_llama_of_every_shape(tmp_path: Path, overrides: dict[str, Any], backend
     assert difference.abs().max() < 2e-4
 
 
+WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "named"),
+    ("family", "overrides"),
     [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"mlp_bias": True}, "mlp_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu"),
-        ({"head_dim": 24}, "head_dim 24"),
-        (
-            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "rope_type dynamic",
-        ),
+        (tiny_llama, {"attention_bias": True}),
+        (tiny_llama, {"mlp_bias": True}),
+        (tiny_llama, {"tie_word_embeddings": True}),
+        (tiny_llama, {"attention_bias": True, "mlp_bias": True, "dtype": "float16", "head_dim": 32}),
+        (tiny_mistral, {}),
+        (tiny_mistral, {"sliding_window": None}),
+        (tiny_mistral, {"sliding_window": 64, "head_dim": 32}),
+        (tiny_mistral, {"sliding_window": 1, "dtype": "float32"}),
+        (tiny_qwen2, {}),
+        (tiny_qwen2, {"tie_word_embeddings": True}),
+        (tiny_qwen2, WINDOWED),
+        (tiny_qwen3, {}),
+        (tiny_qwen3, {"attention_bias": True, "tie_word_embeddings": True}),
+        (tiny_qwen3, WINDOWED),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+@pytest.mark.parametrize("backend", [CpuBackend(2), TorchBackend()], ids=["kernels", "reference"])
+def test_the_families(tmp_path: Path, family: Any, overrides: dict[str, Any], backend: Backend) -> None:
+    checkpoint = family(tmp_path, **overrides)
+    loaded = load_model(checkpoint, backend, max_model_len=len(TOKENS))
+    difference = our_logits(loaded, backend, TOKENS) - their_logits(checkpoint, TOKENS)
+    assert difference.abs().max() < 2e-4
+
+
+def test_a_checkpoint_in_many_files(tmp_path: Path) -> None:
+    whole, parts = tiny_llama(tmp_path / "whole"), tiny_llama(tmp_path / "parts", shard_size="100KB")
+    assert len(list(parts.glob("*.safetensors"))) > 1
+    backend = CpuBackend(2)
+    ours = [
+        our_logits(load_model(checkpoint, backend, max_model_len=len(TOKENS)), backend, TOKENS)
+        for checkpoint in (whole, parts)
+    ]
+    assert torch.equal(*ours)
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
+
+
+TRAINED = 64
+LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0 + i / 8 for i in range(8)],
+    long_factor=[2.0 + i for i in range(8)],
+    original_max_position_embeddings=TRAINED,
+)
+DYNAMIC = {"max_position_embeddings": TRAINED, **rope("dynamic", factor=4.0)}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "length", "max_model_len"),
+    [
+        (DYNAMIC, TRAINED, TRAINED),
+        (DYNAMIC, 20, TRAINED),
+        (DYNAMIC, 150, 150),  # of a longer one transformers knows a length only when it is whole
+        (LONGROPE, TRAINED, TRAINED),
+        (LONGROPE, 20, TRAINED),
+        (LONGROPE, 65, 150),
+        (LONGROPE, 150, 512),
     ],
 )
-def test_what_would_be_computed_wrongly_is_refused_by_name(
-    tmp_path: Path, overrides: dict[str, Any], named: str
+def test_ropes_that_depend_on_length_are_pinned_for_the_longest_sequence(
+    tmp_path: Path, overrides: dict[str, Any], length: int, max_model_len: int
 ) -> None:
-    checkpoint = tiny_llama(tmp_path, **overrides)
-    with pytest.raises(UnsupportedModel, match=named):
+    checkpoint, tokens = tiny_llama(tmp_path, **overrides), TOKENS[:length]
+    backend = CpuBackend(2)
+    ours = our_logits(load_model(checkpoint, backend, max_model_len=max_model_len), backend, tokens)
+    assert (ours - their_logits(checkpoint, tokens)).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("overrides", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+def test_a_pinned_rope_gives_a_prefix_the_bits_that_it_has_in_a_longer_sequence(
+    tmp_path: Path, overrides: dict[str, Any]
+) -> None:
+    loaded = load_model(tiny_llama(tmp_path, **overrides), CpuBackend(2), max_model_len=150)
+    whole = logits_of(loaded, CpuBackend(2), TOKENS)
+    assert torch.equal(logits_of(loaded, CpuBackend(2), TOKENS[:40]), whole[:40])
+    assert torch.equal(logits_of(loaded, CpuBackend(2), TOKENS, 60, 1), whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "usual", "longest"),
+    [
+        ({}, 512, 512),
+        (rope("linear", factor=4.0), 512, 512),
+        (DYNAMIC, TRAINED, 4 * TRAINED),
+        (rope("yarn", factor=4.0), 512, 2048),
+        (rope("yarn", factor=4.0, original_max_position_embeddings=128), 512, 512),
+    ],
+)
+def test_how_long_a_sequence_may_be(
+    tmp_path: Path, overrides: dict[str, Any], usual: int, longest: int
+) -> None:
+    hf = load_config(tiny_llama(tmp_path, **overrides))
+    assert (usual_length(hf), longest_length(hf)) == (usual, longest)
+
+
+def test_a_tensor_that_nobody_would_read_is_refused(tmp_path: Path) -> None:
+    """A llama by name that has norms of its heads is none."""
+    checkpoint = tiny_qwen3(tmp_path)
+    config = checkpoint / "config.json"
+    config.write_text(
+        config.read_text().replace("Qwen3ForCausalLM", "LlamaForCausalLM").replace('"qwen3"', '"llama"')
+    )
+    with pytest.raises(UnsupportedModel, match=r"tensors of no llama: model\.layers\.0\.self_attn\.k_norm"):
         load_model(checkpoint, CpuBackend(1), max_model_len=64)

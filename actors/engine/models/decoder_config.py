@@ -1,16 +1,18 @@
 """The shape of a decoder that the lean path can run, read from a checkpoint's config.json."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
-
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rope types whose angles depend on the position alone, never on how long the sequence has become."""
+"""Rope types whose angles depend on the position alone."""
+DYNAMIC_ROPE_TYPES = ("dynamic", "longrope")
+"""Rope types whose angles depend on how long a sequence may become: see rope.py."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class UnsupportedModel(ValueError):
@@ -28,37 +30,93 @@ class DecoderConfig:
     head_dim: int
     rms_norm_eps: float
     tie_word_embeddings: bool
-    max_position_embeddings: int
+    windows: tuple[int | None, ...]
+    """Of each layer: how many positions a token sees, its own the last; None is all."""
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    head_norms: bool = False
+    """Queries and keys are normed, each head by itself, before they are rotated."""
+
+
+class _Options(TypedDict, total=False):
+    windows: tuple[int | None, ...]
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    head_norms: bool
+
+
+def _llama(hf: "PretrainedConfig") -> _Options:
+    bias = hf.attention_bias
+    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": hf.mlp_bias}
+
+
+def _mistral(hf: "PretrainedConfig") -> _Options:
+    return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
+
+
+def _qwen2(hf: "PretrainedConfig") -> _Options:
+    return {"windows": _windows_by_layer(hf), "qkv_bias": True}
+
+
+def _qwen3(hf: "PretrainedConfig") -> _Options:
+    bias = hf.attention_bias
+    return {
+        "windows": _windows_by_layer(hf),
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "head_norms": True,
+    }
+
+
+def _windows_by_layer(hf: "PretrainedConfig") -> tuple[int | None, ...]:
+    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
+
+
+LEAN_ARCHITECTURES: dict[str, Callable[["PretrainedConfig"], _Options]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+}
+"""What each differs in from a llama without biases."""
 
 
 def load_config(checkpoint: Path) -> "PretrainedConfig":
     """config.json as transformers understands it: every older spelling of a field already translated."""
     from transformers import AutoConfig  # noqa: PLC0415  (takes seconds to import)
 
-    config: PretrainedConfig = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-    return config
+    try:
+        # Said aloud, or it would ask the terminal whether a checkpoint's own code may run.
+        hf: PretrainedConfig = AutoConfig.from_pretrained(
+            checkpoint, local_files_only=True, trust_remote_code=False
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedModel(f"{checkpoint}: transformers cannot read its config.json: {reason}") from error
+    return hf
 
 
 def decoder_config(hf: "PretrainedConfig") -> DecoderConfig:
-    """Refuse what the lean decoder would compute wrongly; never guess."""
-    architectures = hf.architectures or ["(none named)"]
-    if architectures[0] not in SUPPORTED_ARCHITECTURES:
-        raise UnsupportedModel(
-            f"architecture {architectures[0]} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
+    """Refuse what the lean decoder would compute wrongly, by name; never guess."""
+    architecture = architecture_of(hf)
+    if architecture not in LEAN_ARCHITECTURES:
+        raise UnsupportedModel(f"architecture {architecture}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    kinds, layer_kinds = rope_types(hf), set(getattr(hf, "layer_types", None) or ())
     for what, wrong in {
-        f"hidden_act {hf.hidden_act} (supported: silu)": hf.hidden_act != "silu",
-        "attention_bias": getattr(hf, "attention_bias", False),
-        "mlp_bias": getattr(hf, "mlp_bias", False),
-        f"head_dim {head_dim} (must be a multiple of 16)": head_dim % 16 != 0,
-        f"rope_type {rope_type(hf)} (supported: {', '.join(STATIC_ROPE_TYPES)})": rope_type(hf)
-        not in STATIC_ROPE_TYPES,
+        f"hidden_act {hf.hidden_act}": hf.hidden_act != "silu",
+        f"head_dim {head_dim}": head_dim % 16 != 0,
+        f"rope_type {', '.join(kinds)}": not set(kinds) <= {*STATIC_ROPE_TYPES, *DYNAMIC_ROPE_TYPES},
+        "partial_rotary_factor": (hf.rope_parameters or {}).get("partial_rotary_factor", 1) != 1,
+        f"layer_types {', '.join(sorted(layer_kinds))}": not layer_kinds <= set(LAYER_TYPES),
         "quantization_config": getattr(hf, "quantization_config", None) is not None,
     }.items():
         if wrong:
-            raise UnsupportedModel(f"this {architectures[0]} checkpoint uses {what}, which is not supported")
+            raise UnsupportedModel(what)
+    options: _Options = {"windows": (None,) * hf.num_hidden_layers}
+    options.update(LEAN_ARCHITECTURES[architecture](hf))
     return DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
@@ -69,9 +127,35 @@ def decoder_config(hf: "PretrainedConfig") -> DecoderConfig:
         head_dim=head_dim,
         rms_norm_eps=hf.rms_norm_eps,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
-        max_position_embeddings=hf.max_position_embeddings,
+        **options,
     )
 
 
-def rope_type(hf: "PretrainedConfig") -> str:
-    return str((getattr(hf, "rope_parameters", None) or {}).get("rope_type", "default"))
+def architecture_of(hf: "PretrainedConfig") -> str:
+    return (hf.architectures or ["(none named)"])[0]
+
+
+def rope_types(hf: "PretrainedConfig") -> tuple[str, ...]:
+    """Usually one; models that rotate their sliding layers otherwise name one for each type of layer."""
+    rope = getattr(hf, "rope_parameters", None) or {}
+    by_layer = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+    return tuple(sorted({str(kind.get("rope_type", "default")) for kind in by_layer}))
+
+
+def usual_length(hf: "PretrainedConfig") -> int:
+    """How many positions a sequence may have if nobody says otherwise."""
+    if not (length := getattr(hf, "max_position_embeddings", None)):
+        raise UnsupportedModel(
+            "config.json does not say how long a sequence may be (max_position_embeddings)"
+        )
+    return int(length)
+
+
+def longest_length(hf: "PretrainedConfig") -> int:
+    """How many it may have at most: some ropes were made to be stretched."""
+    usual, kinds = usual_length(hf), rope_types(hf)
+    if kinds not in (("dynamic",), ("yarn",)):
+        return usual
+    rope = hf.rope_parameters
+    original = usual if kinds == ("dynamic",) else rope.get("original_max_position_embeddings", usual)
+    return max(usual, int(original * rope["factor"]))

@@ -1,4 +1,4 @@
-"""The lean decoder: one readable module for the llama family, on the exact path.
+"""The lean decoder: one readable module for llama, mistral, qwen2 and qwen3, on the exact path.
 
 On the exact path every operation is a backend's, whose result for a row depends on that row alone. So a
 token's logits are the same bits in a prompt, in a chunk of one, or beside other requests. Torch computes
@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from shoal.actors.engine.models.decoder_config import DecoderConfig
+from shoal.actors.engine.models.decoder_config import DecoderConfig, UnsupportedModel
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
 
@@ -24,6 +24,8 @@ class Layer:
 
     attention_norm_N: Tensor
     qkv: Linear
+    q_norm_D: Tensor | None
+    k_norm_D: Tensor | None
     attention_out: Linear
     mlp_norm_N: Tensor
     gate_up: Linear
@@ -45,28 +47,53 @@ class DecoderWeights:
 
     @classmethod
     def load(cls, tensors: CheckpointTensors, config: DecoderConfig, backend: Backend) -> Self:
-        """Read llama's names. Norms are widened to float32, matrices packed in their own dtype."""
+        """Read llama's names. Norms and biases are widened to float32, matrices packed in their own dtype.
+
+        Raises UnsupportedModel for a tensor that is missing, and for one that the decoder has no use for.
+        """
         embedding = tensors["model.embed_tokens.weight"].clone()  # off the file's mapping
         head = embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
-        return cls(
+        weights = cls(
             embedding_VN=embedding,
-            layers=tuple(_layer(tensors, f"model.layers.{i}.", backend) for i in range(config.num_layers)),
+            layers=tuple(
+                _layer(tensors, f"model.layers.{i}.", config, backend) for i in range(config.num_layers)
+            ),
             final_norm_N=tensors["model.norm.weight"].float(),
             head=backend.pack([head]),
         )
+        if unread := sorted(name for name in tensors.unread if not _may_stay_unread(name)):
+            raise UnsupportedModel(f"the checkpoint has tensors of no llama: {', '.join(unread[:3])}")
+        return weights
 
 
-def _layer(tensors: CheckpointTensors, prefix: str, backend: Backend) -> Layer:
+def _may_stay_unread(name: str) -> bool:
+    """Old checkpoints carry their rope's frequencies; some, a copy of the embedding as their head."""
+    return name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+
+
+def _layer(tensors: CheckpointTensors, prefix: str, config: DecoderConfig, backend: Backend) -> Layer:
     def matrix(name: str) -> Tensor:
         return tensors[f"{prefix}{name}.weight"]
 
+    def norm(name: str) -> Tensor:
+        return matrix(name).float()
+
+    def bias(exists: bool, *names: str) -> Tensor | None:
+        return torch.cat([tensors[f"{prefix}{name}.bias"].float() for name in names]) if exists else None
+
+    qkv, out = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj"
+    gate, up, down = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
     return Layer(
-        attention_norm_N=matrix("input_layernorm").float(),
-        qkv=backend.pack([matrix(f"self_attn.{name}_proj") for name in "qkv"]),
-        attention_out=backend.pack([matrix("self_attn.o_proj")]),
-        mlp_norm_N=matrix("post_attention_layernorm").float(),
-        gate_up=backend.pack_gate_up(matrix("mlp.gate_proj"), matrix("mlp.up_proj")),
-        down=backend.pack([matrix("mlp.down_proj")]),
+        attention_norm_N=norm("input_layernorm"),
+        qkv=backend.pack([matrix(name) for name in qkv], bias(config.qkv_bias, *qkv)),
+        q_norm_D=norm("self_attn.q_norm") if config.head_norms else None,
+        k_norm_D=norm("self_attn.k_norm") if config.head_norms else None,
+        attention_out=backend.pack([matrix(out)], bias(config.attention_out_bias, out)),
+        mlp_norm_N=norm("post_attention_layernorm"),
+        gate_up=backend.pack_gate_up(
+            matrix(gate), matrix(up), bias(config.mlp_bias, gate), bias(config.mlp_bias, up)
+        ),
+        down=backend.pack([matrix(down)], bias(config.mlp_bias, down)),
     )
 
 
@@ -125,12 +152,15 @@ class LeanDecoder:
         attended_THD = self._attended.view(len(x), config.num_heads, config.head_dim)
         scale = config.head_dim**-0.5
 
-        for layer, layer_kv in zip(self._weights.layers, kv, strict=True):
+        for layer, layer_kv, window in zip(self._weights.layers, kv, config.windows, strict=True):
             tape.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)
             tape.linear(normed, layer.qkv, self._qkv)
+            if layer.q_norm_D is not None and layer.k_norm_D is not None:
+                tape.rms_norm(q_THD, layer.q_norm_D, config.rms_norm_eps, q_THD)
+                tape.rms_norm(k_THD, layer.k_norm_D, config.rms_norm_eps, k_THD)
             tape.rotate(qk_THD, self._rotary)
             tape.store(k_THD, v_THD, layer_kv)
-            tape.attention(q_THD, layer_kv, scale, attended_THD)
+            tape.attention(q_THD, layer_kv, scale, attended_THD, window=window)
             tape.add_linear(self._attended, layer.attention_out, x)
             tape.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
             tape.silu_mul_linear(normed, layer.gate_up, self._mlp)

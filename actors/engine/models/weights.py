@@ -14,7 +14,10 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class CheckpointTensors:
-    """Open shards of one checkpoint; a context manager. Unknown names raise UnsupportedModel."""
+    """Open shards of one checkpoint; a context manager. Unknown names raise UnsupportedModel.
+
+    It remembers what was read: a tensor that a model leaves unread is something that it does not compute.
+    """
 
     def __init__(self, checkpoint: Path) -> None:
         self._shards: dict[Path, Any] = {
@@ -23,15 +26,18 @@ class CheckpointTensors:
         self._where: dict[str, Any] = {
             name: shard for shard in self._shards.values() for name in list(shard.keys())
         }
+        self._unread = set(self._where)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._where
+    @property
+    def unread(self) -> frozenset[str]:
+        return frozenset(self._unread)
 
     def __getitem__(self, name: str) -> Tensor:
         try:
             tensor: Tensor = self._where[name].get_tensor(name)
         except (KeyError, SafetensorError) as error:
             raise UnsupportedModel(f"the checkpoint has no readable tensor {name}") from error
+        self._unread.discard(name)
         return tensor
 
     def __enter__(self) -> Self:

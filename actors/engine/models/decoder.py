@@ -1,0 +1,47 @@
+"""What a runner asks of a model, whichever path computes it."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from shoal.kernels.backend import Backend, LayerKV, Rows
+
+
+class ModelShape(Protocol):
+    """What decides how wide logits are and how many bytes a token's keys and values take."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class Weights(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """Computes a step's packed rows. What a call returns may be overwritten by the next."""
+
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+        """float32 [T, hidden_size] that `logits` understands; stores every row's K/V on the way.
+
+        token_ids_T: int64 [T], T at most the `max_rows` it was made for.
+        """
+        ...
+
+    def logits(self, hidden_RN: Tensor) -> Tensor:
+        """float32 [R, vocab_size] of R rows of hidden states, R at most `max_logits`."""
+        ...
+
+
+class MakeDecoder(Protocol):
+    def __call__(self, backend: Backend, *, max_rows: int, max_logits: int) -> Decoder: ...

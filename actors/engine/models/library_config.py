@@ -1,0 +1,52 @@
+"""Which other architectures of transformers can be served: those whose only state is keys and values."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shoal.actors.engine.models.decoder_config import (
+    DYNAMIC_ROPE_TYPES,
+    LAYER_TYPES,
+    UnsupportedModel,
+    architecture_of,
+    rope_types,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryConfig:
+    architecture: str
+    vocab_size: int
+
+
+def library_config(hf: "PretrainedConfig") -> LibraryConfig:
+    """Refuse by name what keys and values in pages cannot hold, or what would be computed wrongly.
+
+    What no configuration tells, the model must prove when it is loaded: see library_decoder.py.
+    """
+    architecture = architecture_of(hf)
+    if getattr(hf, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"architecture {architecture} (an encoder and a decoder)")
+    if getattr(hf, "quantization_config", None) is not None:
+        raise UnsupportedModel("quantization_config")
+    model = _model_class(hf, architecture)
+    layer_kinds = set(getattr(hf, "layer_types", None) or ())
+    if model._is_stateful or not layer_kinds <= set(LAYER_TYPES):
+        what = ", ".join(sorted(layer_kinds - set(LAYER_TYPES))) or "recurrent layers"
+        raise UnsupportedModel(f"architecture {architecture} (with {what})")
+    if not model._supports_attention_backend:
+        raise UnsupportedModel(f"architecture {architecture} (its attention cannot be replaced)")
+    if len(kinds := rope_types(hf)) > 1 and set(kinds) & set(DYNAMIC_ROPE_TYPES):
+        raise UnsupportedModel(f"a dynamic rope for a part of the layers ({', '.join(kinds)})")
+    return LibraryConfig(architecture=architecture, vocab_size=hf.vocab_size)
+
+
+def _model_class(hf: "PretrainedConfig", architecture: str) -> Any:
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415  (takes seconds to import)
+
+    model: Any = AutoModelForCausalLM._model_mapping.get(type(hf), None)
+    if model is None or model.__name__ != architecture:
+        raise UnsupportedModel(f"architecture {architecture}")
+    return model

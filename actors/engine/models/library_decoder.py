@@ -1,0 +1,344 @@
+"""The library path: transformers' own modeling over our paged pool, attention and linears.
+
+Its norms and activations are torch's, whose bits depend on the rows beside them: so it promises a tolerance,
+and never shares a cached prefix with the lean path (see `choose.numerics`). What a class of transformers does
+with positions and scales is its own affair, and no configuration tells all of it: so every model has to prove
+itself when it is loaded.
+"""
+
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shoal.actors.engine.models.decoder_config import DYNAMIC_ROPE_TYPES, UnsupportedModel
+from shoal.actors.engine.models.library_config import LibraryConfig
+from shoal.kernels.backend import Backend, LayerKV, Rows
+
+ATTENTION = "shoal_paged"
+"""Our name in transformers' registries of attention functions and of masks."""
+
+PROOF_TOKENS, PROOF_TOLERANCE = 24, 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What our attention must know of the step that a model computes at the moment."""
+
+    backend: Backend
+    rows: Rows
+    kv: tuple[LayerKV, ...]
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Heads are filled up with zeros to those of the pool, which changes no score and no sum."""
+        kv, value_size = self.kv[layer], v_THD.shape[-1]
+        q_THD, k_THD, v_THD = (_widen(x, kv.k_PBHD.shape[-1]) for x in (q_THD, k_THD, v_THD))
+        self.backend.store(k_THD, v_THD, kv, self.rows)
+        out = torch.empty_like(q_THD)
+        return self.backend.attention(q_THD, kv, self.rows, scale, out, window=window)[..., :value_size]
+
+
+@dataclass(slots=True)
+class Measure:
+    """In the place of a step: attends nowhere, and notes what a model asks for."""
+
+    heads: dict[int, int] = field(default_factory=dict)
+    """Key/value heads of each layer that attended."""
+    head_size: int = 0
+    windows: set[int | None] = field(default_factory=set)
+    mask_windows: set[int | None] = field(default_factory=set)
+    """Windows that attention was told of, and those in the masks that a model wants made."""
+
+    def attend(
+        self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        if layer in self.heads:
+            raise UnsupportedModel("a layer that attends twice")
+        self.heads[layer] = k_THD.shape[1]
+        self.windows.add(window)
+        self.head_size = max(self.head_size, k_THD.shape[2], v_THD.shape[2])
+        return torch.zeros(*q_THD.shape[:2], v_THD.shape[2])
+
+    def check(self, layer_types: set[str]) -> None:
+        if sorted(self.heads) != list(range(len(self.heads))) or len(set(self.heads.values())) != 1:
+            raise UnsupportedModel(f"layers of different key/value heads: {self.heads}")
+        # Some classes put a window, or chunks, into the mask alone; our attention reads no masks.
+        if layer_types:  # and some make masks that no layer uses
+            told = {"full_attention" if window is None else "sliding_attention" for window in self.windows}
+            agree = told == layer_types
+        else:
+            agree = not self.mask_windows or self.windows <= self.mask_windows <= self.windows | {None}
+        if not agree:
+            raise UnsupportedModel("attention that is not told of a window that its mask has")
+
+
+_step: ContextVar[Step | Measure] = ContextVar("step")
+"""Not a keyword through the model: not every class hands those on to its attention."""
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """The signature of transformers' attention functions: [1, H, T, D] in, [1, T, H, D] out."""
+    if softcap is not None or s_aux is not None or attention_mask is not None:
+        named = {"a softcap": softcap, "sinks": s_aux, "a mask of its own": attention_mask}
+        what = next(name for name, value in named.items() if value is not None)
+        raise UnsupportedModel(f"attention with {what}")
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer: Any = module.layer_idx
+    out = _step.get().attend(layer, q_THD, k_THD, v_THD, scale=scale, window=sliding_window)
+    return out[None], None
+
+
+def no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
+    """The signature of transformers' mask functions."""
+    if isinstance(step := _step.get(), Measure):
+        step.mask_windows.add(local_size)
+
+
+def _widen(x_THD: Tensor, head_size: int) -> Tensor:
+    missing = head_size - x_THD.shape[-1]
+    return nn.functional.pad(x_THD, (0, missing)) if missing else x_THD.contiguous()
+
+
+class PackedLinear(nn.Module):
+    """In the place of nn.Linear, and of the transposed one that GPT-2 has."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._packed = backend.pack([weight_NK], None if bias_N is None else bias_N.float())
+
+    @property
+    def num_bytes(self) -> int:
+        return self._packed.num_bytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows.new_empty(len(rows), self._packed.num_outputs)
+        return self._backend.linear(rows, self._packed, out).view(*x.shape[:-1], -1)
+
+
+class WideEmbedding(nn.Module):
+    """In the place of nn.Embedding: rows stay in the checkpoint's type and are widened when gathered."""
+
+    def __init__(self, weight_VN: Tensor) -> None:
+        super().__init__()
+        self.rows_VN = weight_VN  # not a parameter: those become float32
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows_VN[ids].float()
+
+
+class PinnedRope(nn.Module):
+    """In the place of a rope that looks at the longest position of the batch: it has looked at the longest
+    that a sequence may have, and keeps what it computed then. See rope.py for why."""
+
+    def __init__(self, rope: nn.Module, max_model_len: int) -> None:
+        super().__init__()
+        angles = rope(torch.zeros(1), torch.arange(max_model_len)[None])
+        self._is_pair = isinstance(angles, tuple)  # cosines and sines, or complex numbers
+        for i, table in enumerate(angles if self._is_pair else (angles,)):
+            self.register_buffer(f"table{i}", table[0], persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
+        rows = tuple(table[position_ids] for table in self.buffers())
+        return rows if self._is_pair else rows[0]
+
+
+class Given(nn.Module):
+    """In the place of the layers when a head's logits are wanted: gives it hidden states of before."""
+
+    hidden: Tensor
+
+    def __init__(self, output: type) -> None:
+        super().__init__()
+        self._output = output
+
+    @property
+    def decoder(self) -> "Given":
+        """OPT's head asks the decoder within its layers."""
+        return self
+
+    def forward(self, *args: object, **kwargs: object) -> Any:
+        return self._output(last_hidden_state=self.hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LibraryModel:
+    """A loaded model in two halves, and the shape of its keys and values, as measured."""
+
+    layers: nn.Module
+    head: nn.Module
+    given: Given
+    vocab_size: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    num_bytes: int
+
+    @classmethod
+    @torch.inference_mode()
+    def load(
+        cls,
+        checkpoint: Path,
+        config: LibraryConfig,
+        backend: Backend,
+        *,
+        max_model_len: int,
+    ) -> Self:
+        """Raises UnsupportedModel if the model does not compute over our pool what it computes by itself."""
+        from transformers import (  # noqa: PLC0415
+            AttentionInterface,
+            AttentionMaskInterface,
+            AutoModelForCausalLM,
+        )
+
+        AttentionInterface.register(ATTENTION, paged_attention)
+        AttentionMaskInterface.register(ATTENTION, no_mask)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="auto", local_files_only=True, trust_remote_code=False
+        )
+        try:
+            _swap_modules(model, backend)
+            model.float()
+            _pin_ropes(model, max_model_len)
+            expected = _own_logits(model)
+            model.set_attn_implementation(ATTENTION)
+            loaded = cls._in_halves(model, config)
+            loaded._prove(backend, expected)
+        except (UnsupportedModel, AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UnsupportedModel(f"{config.architecture} cannot be served: {reason}") from error
+        return loaded
+
+    @classmethod
+    def _in_halves(cls, model: Any, config: LibraryConfig) -> Self:
+        layers, measure = model.base_model, Measure()
+        nothing = torch.zeros(1, dtype=torch.int64)
+        given = Given(type(_forward(layers, nothing, nothing, measure)))
+        measure.check(set(getattr(model.config, "layer_types", None) or ()))
+        num_bytes = _num_bytes(model)
+        setattr(model, model.base_model_prefix, given)
+        return cls(
+            layers=layers,
+            head=model,
+            given=given,
+            vocab_size=config.vocab_size,
+            num_layers=len(measure.heads),
+            num_kv_heads=measure.heads[0],
+            head_dim=-(-measure.head_size // 16) * 16,
+            num_bytes=num_bytes,
+        )
+
+    def _prove(self, backend: Backend, expected: Tensor) -> None:
+        """Two sequences in one batch and in chunks must have the logits that each has by itself."""
+        size, half = PROOF_TOKENS, PROOF_TOKENS // 2
+        pool = torch.zeros(2, self.num_layers, 2, size, self.num_kv_heads, self.head_dim)
+        kv = tuple(LayerKV(k_PBHD=pool[:, i, 0], v_PBHD=pool[:, i, 1]) for i in range(self.num_layers))
+        decoder = LibraryDecoder(self, backend, max_rows=2 * size, max_logits=2 * size)
+        tokens = _proof_tokens(self.vocab_size)
+        got = torch.empty_like(expected)
+        for chunk in (
+            [(0, p) for p in range(half)],
+            [*((1, p) for p in range(size - 1)), (0, half)],
+            [(1, size - 1), *((0, p) for p in range(half + 1, size))],
+        ):
+            sequence_T, position_T = torch.tensor(chunk, dtype=torch.int32).T.contiguous()
+            table = torch.tensor([[0], [1]], dtype=torch.int32)
+            rows = Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table)
+            hidden = decoder.hidden_states(tokens[sequence_T, position_T], rows, kv)
+            got[sequence_T, position_T] = decoder.logits(hidden)
+        error = float((got - expected).abs().max() / expected.abs().max())
+        if not error < PROOF_TOLERANCE:
+            raise UnsupportedModel(f"over paged keys and values its logits are off by {error:.1e}")
+
+
+class LibraryDecoder:
+    """A `Decoder`. It allocates what transformers allocates: a step's peak is measured, not bounded here."""
+
+    def __init__(self, model: LibraryModel, backend: Backend, *, max_rows: int, max_logits: int) -> None:
+        self._model = model
+        self._backend = backend
+
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+        step = Step(self._backend, rows, kv)
+        out = _forward(self._model.layers, token_ids_T, rows.position_T.long(), step)
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden_RN: Tensor) -> Tensor:
+        self._model.given.hidden = hidden_RN[None]
+        ids = torch.zeros(1, len(hidden_RN), dtype=torch.int64)
+        logits: Tensor = self._model.head(input_ids=ids, use_cache=False).logits[0]
+        return logits.float()
+
+
+def _forward(layers: nn.Module, ids_T: Tensor, position_T: Tensor, step: Step | Measure) -> Any:
+    token = _step.set(step)
+    try:
+        return layers(input_ids=ids_T[None], position_ids=position_T[None], use_cache=False)
+    finally:
+        _step.reset(token)
+
+
+def _own_logits(model: Any) -> Tensor:
+    """Of the proof's two sequences, by transformers' own attention: float32 [2, PROOF_TOKENS, V]."""
+    model.set_attn_implementation("eager")
+    logits = [model(ids[None], use_cache=False).logits[0] for ids in _proof_tokens(model.config.vocab_size)]
+    return torch.stack(logits).float()
+
+
+def _proof_tokens(vocab_size: int) -> Tensor:
+    return (torch.arange(2 * PROOF_TOKENS) * 7919 % vocab_size).view(2, PROOF_TOKENS)
+
+
+def _swap_modules(model: nn.Module, backend: Backend) -> None:
+    """Only the very classes: one that is derived from them computes something else."""
+    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
+
+    for parent, name, module in list(_children(model)):
+        if type(module) is nn.Linear:
+            setattr(parent, name, PackedLinear(module.weight, module.bias, backend))
+        elif type(module) is Conv1D:
+            setattr(parent, name, PackedLinear(module.weight.T.contiguous(), module.bias, backend))
+        elif type(module) is nn.Embedding:
+            setattr(parent, name, WideEmbedding(module.weight.data))
+
+
+def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            yield parent, name, module
+
+
+def _pin_ropes(model: nn.Module, max_model_len: int) -> None:
+    for parent, name, module in list(_children(model)):
+        if getattr(module, "rope_type", None) in DYNAMIC_ROPE_TYPES:
+            setattr(parent, name, PinnedRope(module, max_model_len))
+
+
+def _num_bytes(model: nn.Module) -> int:
+    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, WideEmbedding):
+            tensors[module.rows_VN.data_ptr()] = module.rows_VN.nbytes
+    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))
+    return sum(tensors.values()) + packed
