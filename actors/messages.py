@@ -204,6 +204,8 @@ class EngineInfo:
     node: str
     backend: str
     memory: str
+    fingerprint: bytes
+    """The root of its block keys; what the ingresses ask for must be named below the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,6 +68,8 @@ def serve(options: ServeOptions, console: Console) -> None:
         name=options.served_model_name or checkpoint.name,
         checkpoint=str(checkpoint.directory),
         max_model_len=max_model_len,
+        block_size=options.block_size,
+        fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
     )
     _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
     with _connected(options) as dashboard_url, _stop_signal() as stop:

@@ -20,6 +20,7 @@ from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.runner import ModelRunner, PagedPool
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
+from shoal.actors.engine.timed_runner import TimedRunner
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend, Rotary
 from shoal.kernels.choose import choose_backend
@@ -61,6 +62,7 @@ class BuiltEngine:
     backend: Backend
     largest_step_s: float
     """What a step of max_num_batched_tokens took here, its first time."""
+    runner: TimedRunner
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
@@ -102,11 +104,15 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         max_model_len=config.max_model_len,
     )
     logger.info("%s", memory.describe())
-    runner = ModelRunner(decoder, PagedPool(layout, memory.num_blocks, DEVICE), backend, DEVICE)
+    runner = TimedRunner(ModelRunner(decoder, PagedPool(layout, memory.num_blocks, DEVICE), backend, DEVICE))
     pools = Pools(num_blocks=memory.num_blocks, block_size=config.block_size)
     scheduler = Scheduler(config.scheduler(vocab_size=loaded.config.vocab_size), pools)
     return BuiltEngine(
-        engine=Engine(scheduler, runner), memory=memory, backend=backend, largest_step_s=largest_step_s
+        engine=Engine(scheduler, runner),
+        memory=memory,
+        backend=backend,
+        largest_step_s=largest_step_s,
+        runner=runner,
     )
 
 

@@ -21,11 +21,11 @@ COMPUTE_WEIGHT = 4.0
 
 OUTPUT_TOKENS = 128
 """What a request has yet to draw, as far as one can know. It computes a row in each step beside its
-neighbours, and a row lengthens a step as a token of a prompt does: so many tokens stand there while it runs."""
+neighbours, and a row lengthens a step as a token of a prompt does: so much stands there while it runs."""
 
 RECENT_WEIGHT, RECENT_S = 0.25, 60.0
 """A token that was placed lately counts so much of one that stands there now, and fades by e in this time.
-Without it, requests that come one by one, each to idle engines, would all follow the prefix that they share."""
+Without it, requests that come one by one, each to idle engines, would all follow the prefix they share."""
 
 NOTE_LIFETIME_S = 10.0
 """A placement whose request never reaches its engine (a client that left meanwhile) is counted this long."""

@@ -134,7 +134,7 @@ ANSWERED = st.lists(st.integers(0, 3), min_size=40, max_size=40)
 def test_whatever_happens_to_reports_the_end_is_what_the_engine_holds(
     changes: list[tuple[str, bool]], fates: list[str], answered_after: list[int]
 ) -> None:
-    """The engine changes one key a report; a snapshot is taken when asked for, and arrives some reports later."""
+    """Each report changes one key; a snapshot is taken when asked for, and comes some reports later."""
     followed, held = Followed(), set[str]()
     late: list[EngineReport] = []
     answers: list[tuple[int, PrefixSnapshot]] = []
