@@ -2,6 +2,7 @@
 
 import pytest
 
+from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.timed_runner import TimedRunner
 
@@ -19,7 +20,7 @@ class Machine:
 
 def step(*lengths: int) -> StepPlan:
     sequences = tuple(
-        SequenceStep(sequence_id=SequenceId(i), row=i, start=0, end=length, block_table=(1,))
+        SequenceStep(sequence_id=SequenceId(i), row=i, start=0, end=length, block_table=(BlockId(1),))
         for i, length in enumerate(lengths, start=1)
     )
     return StepPlan(step_id=1, sequences=sequences)
