@@ -37,6 +37,10 @@ never comes does little harm, as the next request that it draws there computes i
 UNMEASURED_TOKENS_PER_S = 1000.0
 """While no engine at all has measured itself."""
 
+CONVINCING_TOKENS = 4096
+"""So much recent work makes an engine's measure of its speed count by half. One that was slow once, as with a
+first prompt, would otherwise be passed over, and so never measure itself again."""
+
 Attempt = tuple[RequestId, int]
 
 
@@ -63,7 +67,11 @@ class _Engine:
         """Work that a newcomer meets here, in tokens."""
         noted = sum(tokens for _, tokens in self._notes.values())
         waiting = self._uncomputed_tokens + noted + OUTPUT_TOKENS * self.num_requests
-        return waiting + RECENT_WEIGHT * self._recent(now)
+        return waiting + RECENT_WEIGHT * self.recent_tokens(now)
+
+    def recent_tokens(self, now: float) -> float:
+        """Work that was placed here, faded."""
+        return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
 
     def expects(self, block_key: BlockKey) -> bool:
         return block_key in self._expected
@@ -85,7 +93,7 @@ class _Engine:
         self._notes[request.request_id, request.attempt] = (now, computed_tokens)
         for block_key in request.block_keys[hit_blocks:]:
             self._expected.setdefault(block_key, now)
-        self._recent_tokens = self._recent(now) + computed_tokens + OUTPUT_TOKENS
+        self._recent_tokens = self.recent_tokens(now) + computed_tokens + OUTPUT_TOKENS
         self._recent_at = now
 
     def forget_old(self, now: float) -> None:
@@ -93,9 +101,6 @@ class _Engine:
             self._notes.popitem(last=False)
         while self._expected and now - next(iter(self._expected.values())) >= EXPECTATION_LIFETIME_S:
             self._expected.popitem(last=False)
-
-    def _recent(self, now: float) -> float:
-        return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
 
 
 class CheapestEngine:
@@ -195,10 +200,10 @@ class CheapestEngine:
     def _cost_ms(self, engine: _Engine, request: PlacementRequest, hit_blocks: int, now: float) -> float:
         computed = request.num_prompt_tokens - self._hit_tokens(request, hit_blocks)
         tokens = COMPUTE_WEIGHT * computed + engine.standing_tokens(now)
-        return 1e3 * tokens / (engine.tokens_per_s or self._best_tokens_per_s)
+        return 1e3 * tokens / self._tokens_per_s(engine, now)
 
-    @property
-    def _best_tokens_per_s(self) -> float:
-        """An engine that has not measured itself is believed to be as fast as any, so that it is tried."""
-        measured = [engine.tokens_per_s for engine in self._engines.values()]
-        return max(measured) or UNMEASURED_TOKENS_PER_S
+    def _tokens_per_s(self, engine: _Engine, now: float) -> float:
+        """Its own measure as far as that convinces, for the rest as fast as any, so that it is tried."""
+        best = max(e.tokens_per_s for e in self._engines.values()) or UNMEASURED_TOKENS_PER_S
+        recent = engine.recent_tokens(now) if engine.tokens_per_s else 0.0
+        return best + (engine.tokens_per_s - best) * recent / (recent + CONVINCING_TOKENS)
