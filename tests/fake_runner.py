@@ -55,8 +55,8 @@ class FakeRunner:
         for step in plan.sequences:
             if step.known_tokens:
                 self._tokens[step.row] = list(step.known_tokens)
-            # After a step that failed, the one behind it reads a token that was never drawn.
-            known = self._tokens[step.row] + [0] * (step.end - len(self._tokens[step.row]))
+            known = self._tokens.get(step.row, [])
+            known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
             for position in range(step.start, step.end):
                 row = self._locate(step, position)
                 assert row not in written, f"two sequences write {row}"
@@ -76,7 +76,7 @@ class FakeRunner:
 
     def _draw(self, step: SequenceStep) -> Drawn:
         token = next_token([self._row(step, position) for position in range(step.end)])
-        self._tokens[step.row][step.end :] = [token]
+        self._tokens.setdefault(step.row, [])[step.end :] = [token]
         assert step.draw is not None
         return Drawn(token_id=token, logprob=None if step.draw.logprobs is None else logprob(token))
 

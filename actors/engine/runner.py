@@ -53,10 +53,10 @@ class TokenRows:
             if (
                 self._tables[step.row] is not step.block_table
             ):  # a plan's table is the same object or a new one
-                self._tables[step.row] = step.block_table
                 table = torch.tensor(step.block_table, dtype=torch.int32)
                 self._tables_RN[step.row, : len(table)] = table
                 self._tables_RN[step.row, len(table) :] = NO_BLOCK
+                self._tables[step.row] = step.block_table
 
     def tokens(self, row_T: Tensor, position_T: Tensor) -> Tensor:
         """int64 [T]"""

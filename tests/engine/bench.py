@@ -66,7 +66,7 @@ class Bench:
         self._take(self.engine.submit(request, INGRESS))
 
     def step(self) -> list[tuple[int, int]]:
-        """Start a step, take what the one before it says; (start, number of tokens) of each of its sequences."""
+        """Start a step, and take what the one before it says; its sequences as (start, number of tokens)."""
         num_plans = len(self.runner.plans)
         self._take(self.engine.step())
         self.engine.check()

@@ -51,7 +51,7 @@ def test_a_prompt_claims_its_whole_length_at_its_first_chunk() -> None:
 def test_what_must_wait_holds_back_those_behind_it() -> None:
     bench = Bench(num_blocks=6)
     bench.submit(a_request("a", list(range(12)), max_tokens=2))
-    bench.submit(a_request("too big for now", list(range(8)), max_tokens=1))
+    bench.submit(a_request("too big for now", list(range(20, 28)), max_tokens=1))
     bench.submit(a_request("small", [1], max_tokens=1))
     assert bench.step() == [(0, 12)]
     assert bench.step() == [(12, 1)], "small would fit, but it came later"
