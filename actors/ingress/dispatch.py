@@ -16,7 +16,7 @@ class Dispatcher(Protocol):
     ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
         """The request's chunks, ending with the one that has a finish_reason.
 
-        The keys name the prompt's complete blocks, for the placement; none are given where no hit is possible.
+        The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
         Leaving the context before the last chunk aborts the request on its engine.
         """
