@@ -52,9 +52,9 @@ def test_case_70_usage_comes_last_and_is_null_before(http: httpx.Client) -> None
     assert [chunk["usage"] for chunk in chunks] == [None] * 4
     assert last["choices"] == []
     assert last["usage"] == {
-        "prompt_tokens": 24,
+        "prompt_tokens": 22,
         "completion_tokens": 3,
-        "total_tokens": 27,
+        "total_tokens": 25,
         "prompt_tokens_details": {"cached_tokens": 20},
     }
 
