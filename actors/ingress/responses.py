@@ -10,8 +10,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.actors.ingress.answers import event
-from shoal.actors.ingress.edge import log_failure
+from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
+
+STALLED_CLIENT_S = 120.0
+"""A connection that takes nothing for so long is as good as closed."""
 
 _T = TypeVar("_T")
 
@@ -67,13 +70,20 @@ class EventStream(Response):
             try:
                 async for item in items:
                     await _send_events(send, item)
+            except ClientGone:
+                raise
             except Exception as error:
-                log_failure(scope, error)
+                report_failure(scope, error)
                 failure = error if isinstance(error, ApiError) else internal_error()
                 await _send_events(send, event(to_json(failure.body)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_events(send: Send, data: bytes) -> None:
-    if data:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+    if not data:
+        return
+    try:
+        async with asyncio.timeout(STALLED_CLIENT_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+    except TimeoutError:
+        raise ClientGone from None
