@@ -41,8 +41,6 @@ class ErrorKind(StrEnum):
     """The engine's process is gone, hung or was removed: 503, may be sent again."""
     NO_ENGINE = "no_engine"
     """No engine is ready: 503, may be sent again."""
-    OVERLOADED = "overloaded"
-    """As many requests wait as may: 503, may be sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -42,6 +42,11 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that an engine runs at once.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that one engine step computes.")] = 512,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait at an engine.")] = 1024,
+    prefix_cache: Annotated[
+        Literal["radix", "naive"],
+        typer.Option(help="How engines keep prefixes for later requests; naive keeps none."),
+    ] = "radix",
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="Type of stored keys and values.")] = "float32",
     memory: Annotated[str | None, typer.Option(help="Memory of one engine, such as 4GiB.")] = None,
@@ -74,6 +79,8 @@ def serve(
                 kv_cache_dtype=kv_cache_dtype,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                max_queued_requests=max_queued_requests,
+                prefix_cache=prefix_cache,
                 require_kernels=require_kernels,
                 http=HttpConfig(host=host, port=port, api_key=api_key),
                 address=address,

@@ -48,16 +48,18 @@ def create_app(
 ) -> FastAPI:
     """The front door of one model."""
     metrics = Metrics()
+    intake = Intake(model, codec, generation_defaults(model.checkpoint))
     endpoints = Endpoints(
         model=model,
         codec=codec,
-        intake=Intake(model, codec, generation_defaults(model.checkpoint)),
+        intake=intake,
         dispatcher=dispatcher,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         timeout_s=timeout_s,
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
+    app.state.intake = intake  # to be told the fingerprint
     app.add_api_route("/health", endpoints.health)
     app.add_api_route("/ready", endpoints.ready)
     app.add_api_route("/metrics", endpoints.metrics)

@@ -5,7 +5,7 @@ Plain functions of the body, and slow ones where a prompt is long: the endpoints
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shoal.actors.ingress.body import RequestT, parse_body
@@ -62,6 +62,10 @@ class Intake:
         self._card = model
         self._codec = codec
         self._defaults = defaults
+
+    def learn_fingerprint(self, fingerprint: bytes) -> None:
+        """Engines know it, and the front door may open before them."""
+        self._card = replace(self._card, fingerprint=fingerprint)
 
     def chat(self, data: bytes) -> Intent:
         body, ignored = self._parse(data, ChatCompletionRequest)

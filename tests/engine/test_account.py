@@ -1,6 +1,6 @@
 """What an engine reports, and that a router which follows it ends with the engine's own set."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.engine.account import Account, Arrival, Turn
@@ -66,6 +66,7 @@ EVENTS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(EVENTS)
 def test_a_router_that_follows_holds_what_the_engine_holds(events: list[tuple[str, str]]) -> None:
     """In any order: reports that arrive or are lost, and snapshots that are asked for, read and answered."""

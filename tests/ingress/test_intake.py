@@ -158,7 +158,13 @@ def test_keys_name_the_complete_blocks_of_a_prompt(codec: TextCodec, intake: Int
 
 def test_there_are_no_keys_where_nothing_could_be_hit(intake: Intake) -> None:
     assert prefix_keys(card(fingerprint=b""), "", tuple(range(9))) == ()
-    assert completion(intake, prompt=[5] * 9, echo=True, logprobs=1).block_keys == ()
+
+
+def test_block_keys_are_known_once_the_engines_have_said_what_names_them(codec: TextCodec) -> None:
+    intake, prompt = Intake(card(fingerprint=b""), codec, GenerationDefaults()), list(range(5, 14))
+    assert completion(intake, prompt=prompt).block_keys == ()
+    intake.learn_fingerprint(b"tiny")
+    assert completion(intake, prompt=prompt).block_keys == prefix_keys(card(), "", prompt) != ()
 
 
 def budget(num_prompt_tokens: int, wanted: int | None, default: int | None = 16) -> int:

@@ -1,6 +1,6 @@
 """Who holds what: worked examples, then any sequence of operations against a dict of sets."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.kvstore.block_hash import BlockKey
@@ -51,6 +51,7 @@ KEYS = st.lists(st.sampled_from(keys("abcdefgh")), max_size=6)
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["add", "discard", "forget"]), HOLDERS, KEYS), max_size=40)
 
 
+@settings(deadline=None)
 @given(OPERATIONS, KEYS)
 def test_any_history_leaves_what_a_dict_of_sets_would_hold(
     operations: list[tuple[str, str, list[BlockKey]]], wanted: list[BlockKey]

@@ -1,6 +1,6 @@
 """Following an engine's numbered reports: worked examples, then any loss, delay and repetition."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.messages import EngineId, EngineReport, PrefixSnapshot
@@ -130,6 +130,7 @@ FATES = st.lists(st.sampled_from(["arrives", "arrives", "lost", "late", "twice"]
 ANSWERED = st.lists(st.integers(0, 3), min_size=40, max_size=40)
 
 
+@settings(deadline=None)
 @given(CHANGES, FATES, ANSWERED)
 def test_whatever_happens_to_reports_the_end_is_what_the_engine_holds(
     changes: list[tuple[str, bool]], fates: list[str], answered_after: list[int]
