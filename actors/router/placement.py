@@ -37,7 +37,7 @@ never comes does little harm, as the next request that it draws there computes i
 UNMEASURED_TOKENS_PER_S = 1000.0
 """While no engine at all has measured itself."""
 
-CONVINCING_TOKENS = 4096
+CONVINCING_TOKENS = 16384
 """So much recent work makes an engine's measure of its speed count by half. One that was slow once, as with a
 first prompt, would otherwise be passed over, and so never measure itself again."""
 

@@ -58,7 +58,7 @@ def test_requests_that_share_a_prefix_go_where_it_is(served: Served) -> None:
 
 def test_other_prompts_go_where_there_is_less_to_do(served: Served) -> None:
     forget_everything(served)
-    for first in range(4):
+    for first in range(8):
         assert cached_tokens(served, prefix=(first, *SHARED)) == 0
     assert all(true(served).values()), "both engines have computed something"
 
@@ -78,7 +78,7 @@ def test_12_an_engine_that_is_killed_takes_its_keys_along_and_its_successor_is_p
     wait_for(lambda: believed(served).keys() == set(served.engine_names()), "the router has asked it")
     assert not any(believed(served).values())
     assert cached_tokens(served, 400) == 0, "the one that is left never had it"
-    for first in range(4):
+    for first in range(8):
         cached_tokens(served, prefix=(first, *SHARED))
     assert all(true(served).values()), "the new one is placed on too"
 

@@ -37,6 +37,17 @@ def test_steps_that_compute_prompts_are_measured_and_the_latest_count_most() -> 
     runner.run(step(1, 1))
     assert runner.tokens_per_s == 200.0, "one token each: nobody's prompt"
     machine.takes_s = 0.1
-    for _ in range(50):
+    for _ in range(200):
         runner.run(step(100))
     assert runner.tokens_per_s == pytest.approx(1000.0, rel=0.05)
+
+
+def test_short_steps_say_little() -> None:
+    machine = Machine()
+    runner = TimedRunner(machine, clock=lambda: machine.now)
+    machine.takes_s = 0.5
+    runner.run(step(500))
+    machine.takes_s = 0.1
+    for _ in range(5):
+        runner.run(step(10))
+    assert runner.tokens_per_s == pytest.approx(1000.0, rel=0.1), "though they alone make 100 a second"
