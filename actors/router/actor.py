@@ -58,12 +58,12 @@ class RouterActor:
 
     def _ask_for_snapshots(self) -> None:
         for engine_id in self._placement.take_snapshot_requests():
-            task = asyncio.create_task(self._ask(engine_id))
+            task = asyncio.create_task(self._ask(engine_id, self._engines[engine_id]))
             self._asking.add(task)  # the event loop itself holds tasks only weakly
             task.add_done_callback(self._asking.discard)
 
-    async def _ask(self, engine_id: EngineId) -> None:
-        answer = self._engines[engine_id].snapshot.remote().future()
+    async def _ask(self, engine_id: EngineId, actor: Any) -> None:
+        answer = actor.snapshot.remote().future()
         try:
             snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), timeout=SNAPSHOT_DEADLINE_S)
         except (RayError, TimeoutError) as error:

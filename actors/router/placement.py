@@ -51,6 +51,7 @@ class _Engine:
         self.engine_id = engine_id
         self.feed = PrefixFeed(engine_id, directory)
         self.tokens_per_s = 0.0
+        """By its own measure; 0 before the first."""
         self.last_placed = 0
         self._sequence = 0
         self._num_requests = 0
@@ -72,6 +73,13 @@ class _Engine:
     def recent_tokens(self, now: float) -> float:
         """Work that was placed here, faded."""
         return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
+
+    def believed_tokens_per_s(self, fastest: float, now: float) -> float:
+        """Its own measure as far as that convinces, for the rest as fast as any, so that it is tried."""
+        if not self.tokens_per_s:
+            return fastest
+        recent = self.recent_tokens(now)
+        return fastest + (self.tokens_per_s - fastest) * recent / (recent + CONVINCING_TOKENS)
 
     def expects(self, block_key: BlockKey) -> bool:
         return block_key in self._expected
@@ -139,8 +147,14 @@ class CheapestEngine:
         if not engines:
             return None
         hits = self._hit_blocks(request.block_keys, engines, now)
-        costs = {engine: self._cost_ms(engine, request, hits[engine], now) for engine in engines}
-        engine = min(engines, key=lambda engine: (costs[engine], engine.last_placed))
+        fastest = max(e.tokens_per_s for e in self._engines.values()) or UNMEASURED_TOKENS_PER_S
+
+        def rank(engine: _Engine) -> tuple[float, int]:
+            computed = request.num_prompt_tokens - self._hit_tokens(request, hits[engine])
+            tokens = COMPUTE_WEIGHT * computed + engine.standing_tokens(now)
+            return 1e3 * tokens / engine.believed_tokens_per_s(fastest, now), engine.last_placed
+
+        engine = min(engines, key=rank)
         self._num_placed += 1
         engine.last_placed = self._num_placed
         hit_tokens = self._hit_tokens(request, hits[engine])
@@ -196,14 +210,3 @@ class CheapestEngine:
     def _hit_tokens(self, request: PlacementRequest, hit_blocks: int) -> int:
         """The last token of a prompt is always computed, and a hit ends at a block."""
         return min(hit_blocks, (request.num_prompt_tokens - 1) // self._block_size) * self._block_size
-
-    def _cost_ms(self, engine: _Engine, request: PlacementRequest, hit_blocks: int, now: float) -> float:
-        computed = request.num_prompt_tokens - self._hit_tokens(request, hit_blocks)
-        tokens = COMPUTE_WEIGHT * computed + engine.standing_tokens(now)
-        return 1e3 * tokens / self._tokens_per_s(engine, now)
-
-    def _tokens_per_s(self, engine: _Engine, now: float) -> float:
-        """Its own measure as far as that convinces, for the rest as fast as any, so that it is tried."""
-        best = max(e.tokens_per_s for e in self._engines.values()) or UNMEASURED_TOKENS_PER_S
-        recent = engine.recent_tokens(now) if engine.tokens_per_s else 0.0
-        return best + (engine.tokens_per_s - best) * recent / (recent + CONVINCING_TOKENS)
