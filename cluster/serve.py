@@ -19,6 +19,7 @@ from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.decoder_config import decoder_config, load_config
+from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
@@ -54,6 +55,8 @@ class ServeOptions:
     kv_cache_dtype: KVDtype = "float32"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_queued_requests: int = 1024
+    prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     http: HttpConfig = field(default_factory=HttpConfig)
     address: str | None = None
@@ -185,6 +188,8 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
             kv_cache_dtype=options.kv_cache_dtype,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_queued_requests=options.max_queued_requests,
+            prefix_cache=options.prefix_cache,
             require_kernels=options.require_kernels,
         ),
     )
