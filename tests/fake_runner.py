@@ -40,21 +40,20 @@ class FakeRunner:
         self._block_size = block_size
         self._rows = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
         self._tokens: dict[int, list[int]] = {}  # the token pool
-        self._failures = 0
+        self.failures = 0
+        """So many of the next steps fail."""
         self.plans: list[StepPlan] = []
-
-    def fail_next(self, num_steps: int = 1) -> None:
-        self._failures += num_steps
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
-        if self._failures:
-            self._failures -= 1
+        if self.failures:
+            self.failures -= 1
             raise RuntimeError("a kernel failed")
         written: set[tuple[int, int]] = set()
         for step in plan.sequences:
             if step.known_tokens:
                 self._tokens[step.row] = list(step.known_tokens)
+            assert step.start < step.end, "a row is computed, or there would be no logits"
             known = self._tokens.get(step.row, [])
             known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
             for position in range(step.start, step.end):

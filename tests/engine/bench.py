@@ -9,7 +9,14 @@ from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
-from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestError, RequestId
+from shoal.actors.messages import (
+    EngineRequest,
+    FinishReason,
+    IngressId,
+    RequestError,
+    RequestId,
+    TokenLogprob,
+)
 from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner
 
 INGRESS = IngressId("ingress-1")
@@ -37,7 +44,9 @@ class Bench:
     max_model_len: int = 300
     max_queued_requests: int = 1000
     cache: PrefixCacheName = "radix"
+    fingerprint: bytes = b""
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     cached: dict[str, int] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, RequestError] = field(default_factory=dict)
@@ -57,7 +66,7 @@ class Bench:
             num_slots=self.num_slots,
             cache=self.cache,
         )
-        self.scheduler = Scheduler(config, self.pools)
+        self.scheduler = Scheduler(config, self.pools, fingerprint=self.fingerprint)
         self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
         self.device = FakeDevice(self.block_size, eager=True)
         self.engine = Engine(self.scheduler, self.runner, self.device)
@@ -68,9 +77,13 @@ class Bench:
     def step(self) -> list[tuple[int, int]]:
         """Start a step, and take what the one before it says; its sequences as (start, number of tokens)."""
         num_plans = len(self.runner.plans)
-        self._take(self.engine.step())
+        self.advance()
         self.engine.check()
         return [(s.start, s.end - s.start) for plan in self.runner.plans[num_plans:] for s in plan.sequences]
+
+    def advance(self) -> None:
+        """A step without its checks."""
+        self._take(self.engine.step())
 
     def finish(self, *, within: int = 2000) -> None:
         for _ in range(within):
@@ -96,6 +109,7 @@ class Bench:
             else:
                 assert reply.chunk.num_cached_tokens is None
             self.tokens[name] += reply.chunk.token_ids
+            self.prompt_logprobs[name] += reply.chunk.prompt_logprobs
             if reply.chunk.finish_reason:
                 self.finished[name] = reply.chunk.finish_reason
             if reply.chunk.error:

@@ -78,7 +78,7 @@ def test_what_is_in_use_is_not_evicted() -> None:
 def test_tails_go_first_and_of_those_the_least_recently_used() -> None:
     cache = Cache()
     cache.run("abc", "abx", "pq")
-    gone = []
+    gone: list[BlockKey] = []
     for _ in range(6):
         before = set(cache.radix.keys())
         cache.radix.evict(1)

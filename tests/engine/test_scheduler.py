@@ -174,7 +174,7 @@ def test_63_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_leaks(
     bench = Bench(max_num_seqs=1)
     bench.submit(a_request("in the step", [1]))
     bench.submit(a_request("not yet", [2]))
-    bench.runner.fail_next()
+    bench.runner.failures = 1
     bench.finish()
     error = bench.errors["in the step"]
     assert error.kind is ErrorKind.INTERNAL
@@ -185,7 +185,7 @@ def test_63_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_leaks(
 
 def test_an_engine_that_fails_every_step_does_not_go_on_swallowing_requests() -> None:
     bench = Bench()
-    bench.runner.fail_next(MAX_FAILED_STEPS)
+    bench.runner.failures = MAX_FAILED_STEPS
     for i in range(MAX_FAILED_STEPS - 1):
         bench.submit(a_request(str(i), [1], max_tokens=1))
         bench.finish()
