@@ -14,7 +14,9 @@ from shoal.actors.ingress.transcript import TextDelta, Transcript
 
 KEEP_ALIVE_S = 15.0
 
-Inbox = asyncio.Queue[tuple[int, TextDelta | Exception]]
+Event = tuple[int, TextDelta] | Exception | None
+"""Something was said by the choice of this index; it failed; nothing was said for KEEP_ALIVE_S."""
+Inbox = asyncio.Queue[Event]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ async def text_deltas(
     abort what has not finished. If one choice fails so do the others: raises ApiError, also at the deadline.
     """
     inbox: Inbox = asyncio.Queue()
+    watch = _Watch(inbox, deadline)
     timers = [TokenTimer(metrics, deadline.arrived) for _ in choices]
     listeners = [
         asyncio.create_task(_listen(dispatcher, index, choice, timer, inbox))
@@ -47,33 +50,53 @@ async def text_deltas(
     unfinished = len(listeners)
     try:
         while unfinished:
-            item = await _next(inbox, deadline)
-            if item is None:
-                yield None
-                continue
-            index, delta = item
-            if isinstance(delta, Exception):
-                raise delta
-            if delta.finish_reason is not None:
-                unfinished -= 1
-                metrics.count_finished(delta.finish_reason)
-            yield index, delta
+            event = await inbox.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is not None:
+                watch.heard()
+                _, delta = event
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                    metrics.count_finished(delta.finish_reason)
+            yield event
     finally:
+        watch.cancel()
         for listener in listeners:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
         metrics.count_tokens(total_usage(choices))
 
 
-async def _next(inbox: Inbox, deadline: Deadline) -> tuple[int, TextDelta | Exception] | None:
-    now = asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout_at(min(deadline.at, now() + KEEP_ALIVE_S)):
-            return await inbox.get()
-    except TimeoutError:
-        if now() >= deadline.at:
-            raise timed_out(deadline.timeout_s) from None
-        return None
+class _Watch:
+    """Speaks up in silence and at the deadline. One timer an answer: one a token would cost more than it."""
+
+    def __init__(self, inbox: Inbox, deadline: Deadline) -> None:
+        self._inbox = inbox
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._last_heard = self._loop.time()
+        self._set()
+
+    def heard(self) -> None:
+        self._last_heard = self._loop.time()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _set(self) -> None:
+        due = min(self._deadline.at, self._last_heard + KEEP_ALIVE_S)
+        self._timer = self._loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        if now >= self._deadline.at:
+            self._inbox.put_nowait(timed_out(self._deadline.timeout_s))
+            return
+        if now >= self._last_heard + KEEP_ALIVE_S:
+            self._inbox.put_nowait(None)
+            self._last_heard = now
+        self._set()
 
 
 async def _listen(
@@ -94,7 +117,7 @@ async def _listen(
             else:
                 raise internal_error(detail="the token stream ended without a reason to finish")
     except Exception as error:
-        inbox.put_nowait((index, error))
+        inbox.put_nowait(error)
     else:
         inbox.put_nowait((index, delta))
 

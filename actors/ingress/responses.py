@@ -13,8 +13,8 @@ from shoal.actors.ingress.answers import event
 from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
 
-STALLED_CLIENT_S = 120.0
-"""A connection that takes nothing for so long is as good as closed."""
+LAST_WORDS_S = 10.0
+"""For telling that the deadline was missed; a client that has not read it by then is as good as gone."""
 
 _T = TypeVar("_T")
 
@@ -52,15 +52,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, items: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, items: AsyncGenerator[bytes, None], *, deadline: float) -> None:
+        """The deadline, in the event loop's time, is the items' own; here it ends the wait for the client."""
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._items = items
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
-            await while_connected(receive, self._send_all(scope, send))
+            try:
+                async with asyncio.timeout_at(self._deadline + LAST_WORDS_S) as limit:
+                    await while_connected(receive, self._send_all(scope, send))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._items) as items:
@@ -70,8 +77,6 @@ class EventStream(Response):
             try:
                 async for item in items:
                     await _send_events(send, item)
-            except ClientGone:
-                raise
             except Exception as error:
                 report_failure(scope, error)
                 failure = error if isinstance(error, ApiError) else internal_error()
@@ -80,10 +85,5 @@ class EventStream(Response):
 
 
 async def _send_events(send: Send, data: bytes) -> None:
-    if not data:
-        return
-    try:
-        async with asyncio.timeout(STALLED_CLIENT_S):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-    except TimeoutError:
-        raise ClientGone from None
+    if data:
+        await send({"type": "http.response.body", "body": data, "more_body": True})

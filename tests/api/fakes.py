@@ -111,6 +111,7 @@ class FakeDispatcher:
         if request.prompt_logprobs is None:
             return
         for piece in _cut(request.prompt_token_ids[1:], script.chunk_size):
+            await asyncio.sleep(script.pause_s)
             logprobs = tuple(logprob_of(token_id, request.prompt_logprobs) for token_id in piece)
             yield TokenChunk(request_id=request.request_id, attempt=request.attempt, prompt_logprobs=logprobs)
 
