@@ -33,6 +33,8 @@ class ErrorKind(StrEnum):
     """No engine of this model can compute the request: 400."""
     NEVER_FITS = "never_fits"
     """The request exceeds what this engine can ever hold: 400."""
+    OVERLOADED = "overloaded"
+    """The engine's queue is full: 503, may be sent again."""
     INTERNAL = "internal"
     """The engine failed while it computed: 500."""
     ENGINE_LOST = "engine_lost"
@@ -204,6 +206,8 @@ class EngineInfo:
     node: str
     backend: str
     memory: str
+    fingerprint: bytes
+    """The root of its block keys; what the ingresses ask for must be named below the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -42,7 +42,13 @@ def serve(
     max_model_len: Annotated[int | None, typer.Option(help="Prompt and output together, in tokens.")] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Sequences that an engine runs at once.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens that one engine step computes.")] = 512,
+    max_queued_requests: Annotated[
+        int, typer.Option(help="Requests that wait on an engine beside those that it runs.")
+    ] = 1024,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
+    prefix_cache: Annotated[
+        Literal["naive", "radix"], typer.Option(help="How computed prefixes are kept for later requests.")
+    ] = "radix",
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="Type of stored keys and values.")] = "float32",
     memory: Annotated[str | None, typer.Option(help="Memory of one engine, such as 4GiB.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of one engine.")] = None,
@@ -70,7 +76,9 @@ def serve(
                 threads=threads,
                 memory_bytes=None if memory is None else parse_size(memory),
                 max_model_len=max_model_len,
+                max_queued_requests=max_queued_requests,
                 block_size=block_size,
+                prefix_cache=prefix_cache,
                 kv_cache_dtype=kv_cache_dtype,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,

@@ -52,12 +52,15 @@ class RayEngine(RayProcess):
 
 class RayRouter(RayProcess):
     def set_engines(self, engines: Mapping[str, EngineProcess]) -> None:
-        self.actor.set_engines.remote(list(engines))
+        self.actor.set_engines.remote({name: _actor(engine) for name, engine in engines.items()})
 
 
 class RayIngress(RayProcess):
-    def introduce(self, router: RouterProcess, engines: Mapping[str, EngineProcess]) -> None:
-        self.actor.introduce.remote(_actor(router), {name: _actor(e) for name, e in engines.items()})
+    def introduce(
+        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
+    ) -> None:
+        actors = {name: _actor(engine) for name, engine in engines.items()}
+        self.actor.introduce.remote(_actor(router), actors, fingerprint)
 
     def stop(self) -> None:
         ray.wait([self.actor.stop.remote(STOP_GRACE_S)], timeout=2 * STOP_GRACE_S)
@@ -75,7 +78,8 @@ class RayLauncher:
         return RayEngine(name, self._launch(name, EngineActor, options, EngineId(name), config))
 
     def router(self) -> RayRouter:
-        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}))
+        block_size = self._spec.engine.block_size
+        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, block_size))
 
     def ingress(self) -> RayIngress:
         options = {"num_cpus": 0}

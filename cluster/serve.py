@@ -20,6 +20,7 @@ from rich.console import Console
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
+from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
@@ -55,6 +56,8 @@ class ServeOptions:
     kv_cache_dtype: KVDtype = "float32"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_queued_requests: int = 1024
+    prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     http: HttpConfig = field(default_factory=HttpConfig)
     address: str | None = None
@@ -69,6 +72,8 @@ def serve(options: ServeOptions, console: Console) -> None:
         name=options.served_model_name or checkpoint.name,
         checkpoint=str(checkpoint.directory),
         max_model_len=max_model_len,
+        block_size=options.block_size,
+        fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
     )
     _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
     with _connected(options) as dashboard_url, _stop_signal() as stop:
@@ -188,6 +193,8 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
             kv_cache_dtype=options.kv_cache_dtype,
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
+            max_queued_requests=options.max_queued_requests,
+            prefix_cache=options.prefix_cache,
             require_kernels=options.require_kernels,
         ),
     )

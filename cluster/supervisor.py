@@ -23,7 +23,9 @@ class RouterProcess(Process, Protocol):
 
 
 class IngressProcess(Process, Protocol):
-    def introduce(self, router: RouterProcess, engines: Mapping[str, EngineProcess]) -> None: ...
+    def introduce(
+        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
+    ) -> None: ...
 
     def stop(self) -> None:
         """Let open streams end within a short grace; returns when they have or the grace is over."""
@@ -120,6 +122,7 @@ class Supervisor:
         if router is not None:
             router.set_engines(engines)
         if router is not None and ingress is not None:
-            ingress.introduce(router, engines)
+            fingerprint = next((engine.info.fingerprint for engine in self._engines if engine.ready), b"")
+            ingress.introduce(router, engines, fingerprint)
             for engine in engines.values():
                 engine.introduce(router, frozenset({self._ingress.info.ingress_id}))

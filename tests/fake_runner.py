@@ -1,9 +1,12 @@
 """A runner without a model: K/V rows hold token IDs, so a wrong block shows up as a wrong token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
 
 from shoal.actors.engine.block_pool import NO_BLOCK
-from shoal.actors.engine.step import StepPlan, StepResult
+from shoal.actors.engine.step import Drawn, SequenceStep, StepPlan, StepResult
+from shoal.actors.messages import TokenLogprob
 
 VOCABULARY = 1009
 UNWRITTEN = -1
@@ -25,35 +28,119 @@ def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def logprob(token: int) -> TokenLogprob:
+    """What the fake says of a token, drawn or of a prompt."""
+    return TokenLogprob(logprob=-float(token))
+
+
 class FakeRunner:
     """Implements the engine's `Runner`. Also checks each plan: no row is written twice or outside a table."""
 
     def __init__(self, *, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._rows = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
+        self._tokens: dict[int, list[int]] = {}  # the token pool
+        self.failures = 0
+        """So many of the next steps fail."""
         self.plans: list[StepPlan] = []
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("a kernel failed")
         written: set[tuple[int, int]] = set()
-        for sequence in plan.sequences:
-            for position, token in enumerate(sequence.token_ids, sequence.start):
-                row = self._locate(sequence.block_table, position)
+        for step in plan.sequences:
+            if step.known_tokens:
+                self._tokens[step.row] = list(step.known_tokens)
+            assert step.start < step.end, "a row is computed, or there would be no logits"
+            known = self._tokens.get(step.row, [])
+            known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
+            for position in range(step.start, step.end):
+                row = self._locate(step, position)
                 assert row not in written, f"two sequences write {row}"
                 written.add(row)
-                self._rows[row[0]][row[1]] = token
-        tokens = {
-            sequence.sequence_id: next_token(self._read(sequence.block_table, sequence.end))
-            for sequence in plan.sequences
-            if sequence.draw is not None
-        }
-        return StepResult(step_id=plan.step_id, tokens=tokens)
+                self._rows[row[0]][row[1]] = known[position]
+        return StepResult(
+            step_id=plan.step_id,
+            drawn={step.sequence_id: self._draw(step) for step in plan.sequences if step.draw is not None},
+            prompt_logprobs={
+                step.sequence_id: tuple(
+                    logprob(token) for token in self._tokens[step.row][step.start + 1 : step.end + 1]
+                )
+                for step in plan.sequences
+                if step.prompt_logprobs is not None
+            },
+        )
 
-    def _locate(self, block_table: Sequence[int], position: int) -> tuple[int, int]:
-        block = block_table[position // self._block_size]
+    def _draw(self, step: SequenceStep) -> Drawn:
+        token = next_token([self._row(step, position) for position in range(step.end)])
+        self._tokens.setdefault(step.row, [])[step.end :] = [token]
+        assert step.draw is not None
+        return Drawn(token_id=token, logprob=None if step.draw.logprobs is None else logprob(token))
+
+    def _row(self, step: SequenceStep, position: int) -> int:
+        block, offset = self._locate(step, position)
+        return self._rows[block][offset]
+
+    def _locate(self, step: SequenceStep, position: int) -> tuple[int, int]:
+        block = step.block_table[position // self._block_size]
         assert block != NO_BLOCK
         return block, position % self._block_size
 
-    def _read(self, block_table: Sequence[int], num_tokens: int) -> list[int]:
-        rows = (self._locate(block_table, position) for position in range(num_tokens))
-        return [self._rows[block][offset] for block, offset in rows]
+
+class FakeDevice(Executor):
+    """Runs each step when its result is asked for, or at once if it is `eager`.
+
+    A real device does either, so a plan must not depend on it: while a step has not finished, which is when
+    its result has been taken, no later plan may give what it reads or writes to another sequence.
+    """
+
+    def __init__(self, block_size: int, *, eager: bool = False) -> None:
+        self._block_size = block_size
+        self.eager = eager
+        self._unfinished: list[tuple[StepPlan, Future[StepResult]]] = []
+
+    def submit(self, run: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
+        (plan,) = args
+        for earlier, _future in self._unfinished:
+            self._check(plan, earlier)
+        future = _Step(lambda: run(plan), self._finished)
+        self._unfinished.append((plan, future))
+        if self.eager:
+            future.compute()
+        return future
+
+    def _finished(self, future: "Future[StepResult]") -> None:
+        assert self._unfinished.pop(0)[1] is future, "steps finish in order"
+
+    def _check(self, plan: StepPlan, earlier: StepPlan) -> None:
+        for step in plan.sequences:
+            first = step.start // self._block_size
+            writes = set(step.block_table[first : -(-step.end // self._block_size)])
+            for other in earlier.sequences:
+                if other.sequence_id != step.sequence_id:
+                    overlap = writes & set(other.block_table)
+                    assert not overlap, f"step {plan.step_id} writes {overlap}, which {earlier.step_id} uses"
+                    assert step.row != other.row, f"step {plan.step_id} takes a row that is in use"
+                    assert not step.slot or step.slot != other.slot
+
+
+class _Step(Future[StepResult]):
+    def __init__(
+        self, run: Callable[[], StepResult], finished: "Callable[[Future[StepResult]], None]"
+    ) -> None:
+        super().__init__()
+        self._run, self._was_finished = run, finished
+
+    def compute(self) -> None:
+        try:
+            self.set_result(self._run())
+        except RuntimeError as error:
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        if not self.done():
+            self.compute()
+        self._was_finished(self)
+        return super().result()

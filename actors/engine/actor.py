@@ -1,13 +1,16 @@
 """The engine's process: a door to its loop."""
 
 import asyncio
+import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
+from ray.exceptions import RayError
 
+from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.loop import EngineLoop
@@ -16,22 +19,26 @@ from shoal.actors.messages import (
     EngineHealth,
     EngineId,
     EngineInfo,
-    EngineLoad,
     EngineRequest,
     IngressId,
+    PrefixSnapshot,
     RequestId,
     TokenBatch,
     TokenChunk,
 )
+from shoal.kvstore.block_hash import BlockKey
+
+logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.05
-"""Changes of load are told to the router at most this often."""
+"""What is new is told to the router at most this often."""
+
+REPORT_DEADLINE_S, REPORT_RETRY_S = 5.0, 0.5
 
 STALL_STEPS, LEAST_STALL_S = 20, 60.0
 """A loop that has not come round for this many of the largest step's time, or this long, hangs."""
 
-Arrival = tuple[RequestId, int]
-"""(request, attempt)"""
+T = TypeVar("T")
 
 
 class _Outbox(asyncio.Queue[TokenBatch | None]):
@@ -50,10 +57,10 @@ class EngineActor:
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: EngineLoop | None = None
         self._outboxes: defaultdict[IngressId, _Outbox] = defaultdict(_Outbox)
-        self._arrived_on_loop: list[Arrival] = []  # the loop's thread writes it
-        self._arrived: list[Arrival] = []
+        self._account = Account(engine_id)
+        self._has_news = asyncio.Event()
+        self._arrived: list[Arrival] = []  # the loop's thread alone has it
         self._num_requests = 0
-        self._load_changed = asyncio.Event()
 
     def __repr__(self) -> str:
         return f"Engine({self._engine_id})"
@@ -73,28 +80,30 @@ class EngineActor:
         built = await asyncio.to_thread(build_engine, self._config)
         self._stalled_after_s = max(LEAST_STALL_S, STALL_STEPS * built.largest_step_s)
         self._events = asyncio.get_running_loop()
+        self._built = built
         self._loop = EngineLoop(built.engine, self._deliver)
         self._loop.start()
-        self._reports = asyncio.create_task(self._report_load())
+        self._reports = asyncio.create_task(self._report())
         return EngineInfo(
             engine_id=self._engine_id,
             node=ray.get_runtime_context().get_node_id(),
             backend=built.backend.name,
             memory=built.memory.describe(),
+            fingerprint=built.fingerprint,
         )
 
     async def introduce(self, router: Any, ingress_ids: frozenset[IngressId]) -> None:
         """Report to this router, which may know nothing yet; only these ingresses still listen."""
         if router != self._router:
             self._router = router
-            self._load_changed.set()
+            self._has_news.set()
         for gone in self._outboxes.keys() - ingress_ids:
             self._outboxes.pop(gone).put_nowait(None)
             self._started.do(partial(Engine.abort_all, reply_to=gone))
 
     async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
         def arrive(engine: Engine) -> Sequence[Reply]:
-            self._arrived_on_loop.append((request.request_id, request.attempt))
+            self._arrived.append((request.request_id, request.attempt))
             return engine.submit(request, ingress_id)
 
         self._started.do(arrive)
@@ -120,6 +129,35 @@ class EngineActor:
         stalled = self._started.seconds_since_beat > self._stalled_after_s
         return EngineHealth(num_requests=self._num_requests, stalled=stalled)
 
+    async def snapshot(self) -> PrefixSnapshot:
+        """All cached prefixes. Reports after its sequence are true on top of it, even if older than it."""
+        sequence = self._account.sequence
+
+        def read(engine: Engine) -> tuple[BlockKey, ...]:
+            self._deliver((), engine.num_requests)  # changes before and after are not to cancel each other
+            return engine.prefix_keys()
+
+        keys = await self._ask(read)
+        return PrefixSnapshot(engine_id=self._engine_id, sequence=sequence, block_keys=keys)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._ask(Engine.reset_prefix_cache)
+
+    async def _ask(self, question: Callable[[Engine], T]) -> T:
+        """What the engine answers between two steps."""
+        answer: asyncio.Future[T] = self._events.create_future()
+
+        def settle(result: T) -> None:
+            if not answer.done():  # else whoever asked has left
+                answer.set_result(result)
+
+        def command(engine: Engine) -> Sequence[Reply]:
+            self._events.call_soon_threadsafe(settle, question(engine))
+            return ()
+
+        self._started.do(command)
+        return await answer
+
     @property
     def _started(self) -> EngineLoop:
         if self._loop is None:
@@ -128,36 +166,45 @@ class EngineActor:
 
     def _deliver(self, replies: Sequence[Reply], num_requests: int) -> None:
         """On the loop's thread: hand a turn's outcome to the event loop, in one piece."""
-        arrived, self._arrived_on_loop = self._arrived_on_loop, []
-        self._events.call_soon_threadsafe(self._publish, replies, num_requests, arrived)
+        engine = self._built.engine
+        arrived, self._arrived = self._arrived, []
+        turn = Turn(
+            num_requests=num_requests,
+            uncomputed_tokens=engine.uncomputed_tokens,
+            tokens_per_s=self._built.runner.tokens_per_s,
+            arrived=tuple(arrived),
+            prefixes=engine.take_prefix_changes(),
+        )
+        self._events.call_soon_threadsafe(self._publish, replies, turn)
 
-    def _publish(self, replies: Sequence[Reply], num_requests: int, arrived: list[Arrival]) -> None:
+    def _publish(self, replies: Sequence[Reply], turn: Turn) -> None:
         by_ingress: defaultdict[IngressId, list[TokenChunk]] = defaultdict(list)
         for reply in replies:
             by_ingress[reply.to].append(reply.chunk)
         for ingress_id, chunks in by_ingress.items():
             self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
-        if arrived or num_requests != self._num_requests:
-            self._arrived += arrived
-            self._num_requests = num_requests
-            self._load_changed.set()
+        self._num_requests = turn.num_requests
+        if self._account.add(turn):
+            self._has_news.set()
 
-    async def _report_load(self) -> None:
-        """Tell the router of changes; one that is lost is made good by the next."""
-        sequence = 0
+    async def _report(self) -> None:
+        """Tell the router what is new: one report at a time, since Ray keeps no order among several.
+
+        After one that is lost, the next shows the router a gap, and it asks for a snapshot.
+        """
         while True:
-            await self._load_changed.wait()
-            self._load_changed.clear()
+            await self._has_news.wait()
+            self._has_news.clear()
             if self._router is None:
                 continue
-            sequence += 1
-            arrived, self._arrived = self._arrived, []
-            self._router.report.remote(
-                EngineLoad(
-                    engine_id=self._engine_id,
-                    sequence=sequence,
-                    num_requests=self._num_requests,
-                    received=tuple(arrived),
-                )
-            )
+            try:
+                await _within(self._router.report.remote(self._account.take_report()), REPORT_DEADLINE_S)
+            except (RayError, TimeoutError) as error:
+                logger.warning("a report to the router is lost: %s", type(error).__name__)
+                self._has_news.set()
+                await asyncio.sleep(REPORT_RETRY_S)
             await asyncio.sleep(REPORT_INTERVAL_S)
+
+
+async def _within(ref: Any, deadline_s: float) -> Any:
+    return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout=deadline_s)

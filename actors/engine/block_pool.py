@@ -55,6 +55,9 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._free)
 
+    def num_owners(self, block: BlockId) -> int:
+        return self._owners[block]
+
     def admission(self, num_blocks: int) -> Admission:
         if num_blocks > self.num_usable:
             return Admission.NEVER

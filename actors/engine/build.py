@@ -9,9 +9,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.actors.engine.block_pool import NO_BLOCK
+from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
@@ -22,9 +23,10 @@ from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryMo
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.actors.engine.pools import Pools
-from shoal.actors.engine.runner import ModelRunner, PagedPool
+from shoal.actors.engine.runner import ModelRunner, PagedPool, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
-from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
+from shoal.actors.engine.step import Draw, SequenceId, SequenceStep, StepPlan
+from shoal.actors.engine.timed_runner import TimedRunner
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
@@ -57,10 +59,13 @@ class LoadedModel:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltEngine:
     engine: Engine
+    runner: TimedRunner
     memory: MemoryPlan
     backend: Backend
     largest_step_s: float
     """What a step of max_num_batched_tokens took here, its first time."""
+    fingerprint: bytes
+    """Names the root of all block keys."""
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
@@ -89,14 +94,21 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     loaded = load_model(Path(config.checkpoint), backend, max_model_len=config.max_model_len)
     decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
     layout = loaded.block_layout(config.block_size, config.kv_cache_dtype)
-    rehearsal = ModelRunner(decoder, PagedPool(layout, 1, DEVICE), backend, DEVICE)
+    limits = config.scheduler(vocab_size=loaded.config.vocab_size)
+    rows = TokenRows(
+        num_rows=limits.num_rows,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        device=DEVICE,
+    )
+    rehearsal = ModelRunner(decoder, PagedPool(layout, 1, DEVICE), rows, backend, DEVICE)
     started = time.monotonic()
     step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
     largest_step_s = time.monotonic() - started
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
-        step_peak_bytes=step_peak_bytes,
+        step_peak_bytes=step_peak_bytes + rows.num_bytes,
         state_bytes_per_slot=0,
         block_bytes=layout.bytes_per_block,
         block_size=config.block_size,
@@ -104,19 +116,33 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         max_model_len=config.max_model_len,
     )
     logger.info("%s", memory.describe())
-    runner = ModelRunner(decoder, PagedPool(layout, memory.num_blocks, DEVICE), backend, DEVICE)
-    pools = Pools(num_blocks=memory.num_blocks, block_size=config.block_size)
-    scheduler = Scheduler(config.scheduler(vocab_size=loaded.config.vocab_size), pools)
+    pool = PagedPool(layout, memory.num_blocks, DEVICE)
+    runner = TimedRunner(ModelRunner(decoder, pool, rows, backend, DEVICE))
+    pools = Pools(
+        num_blocks=memory.num_blocks,
+        block_size=config.block_size,
+        num_rows=limits.num_rows,
+        cache=config.prefix_cache,
+    )
+    root = fingerprint(config, numerics_id=backend.numerics_id)
     return BuiltEngine(
-        engine=Engine(scheduler, runner), memory=memory, backend=backend, largest_step_s=largest_step_s
+        engine=Engine(Scheduler(limits, pools, fingerprint=root), runner),
+        runner=runner,
+        memory=memory,
+        backend=backend,
+        largest_step_s=largest_step_s,
+        fingerprint=root,
     )
 
 
 def _largest_step(config: EngineConfig) -> StepPlan:
-    """As many sequences and tokens as a step may have, all on block 0, where nothing of value lies."""
+    """As many sequences and tokens as a step may have, all on block 0, where nothing of value lies.
+
+    One token less than a sequence may have, since it draws one.
+    """
     lengths = [
         min(
-            config.max_model_len,
+            config.max_model_len - 1,
             config.max_num_batched_tokens // config.max_num_seqs
             + (i < config.max_num_batched_tokens % config.max_num_seqs),
         )
@@ -127,10 +153,12 @@ def _largest_step(config: EngineConfig) -> StepPlan:
         sequences=tuple(
             SequenceStep(
                 sequence_id=SequenceId(i),
+                row=BlockId(i + 1),
                 start=0,
-                token_ids=(0,) * length,
+                end=length,
                 block_table=(NO_BLOCK,) * -(-length // config.block_size),
-                draw=SamplingParams(),
+                known_tokens=(0,) * length,
+                draw=Draw(sampling=SamplingParams(), num_prompt_tokens=length),
             )
             for i, length in enumerate(lengths)
         ),

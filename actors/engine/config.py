@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import SchedulerConfig
 from shoal.kvstore.layout import KVDtype
 
@@ -18,20 +19,24 @@ class EngineConfig:
     kv_cache_dtype: KVDtype = "float32"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_queued_requests: int = 1024
+    prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "memory_bytes", "threads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in {"max_model_len": 2, "memory_bytes": 1, "threads": 1}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, got {self.block_size}")
-        self.scheduler(vocab_size=1)  # validates its own two
+        self.scheduler(vocab_size=1)  # validates its own
 
     def scheduler(self, *, vocab_size: int) -> SchedulerConfig:
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_queued_requests=self.max_queued_requests,
+            max_model_len=self.max_model_len,
             vocab_size=vocab_size,
         )

@@ -16,7 +16,7 @@ Command = Callable[[Engine], Sequence[Reply]]
 """Something to do between two steps, and what it has to say."""
 
 Deliver = Callable[[Sequence[Reply], int], None]
-"""Takes what a turn has to say, and how many requests the engine has after it."""
+"""Takes what a turn has to say, and how many requests the engine has after it. It may ask the engine more."""
 
 IDLE_WAIT_S = 1.0
 
@@ -48,16 +48,16 @@ class EngineLoop:
         return time.monotonic() - self._beat
 
     def turn(self) -> None:
-        """Drain the inbox, take one step, say what came of it."""
+        """Drain the inbox, take one step, say what came of it, while the next one computes."""
         self._beat = time.monotonic()
-        had_work = self._engine.num_requests > 0
+        had_work = self._engine.has_work
         commands = self._commands(wait_s=0.0 if had_work else IDLE_WAIT_S)
         replies = [reply for command in commands for reply in command(self._engine)]
         replies += self._engine.step()
-        if commands or replies:
+        if commands or had_work:
             self._deliver(replies, self._engine.num_requests)
-        if (commands or had_work) and self._engine.num_requests == 0:
-            self._engine.check()  # nobody waits for it now
+            if not self._engine.has_work:
+                self._engine.check()  # nobody waits for it now
 
     def _run(self) -> None:
         try:

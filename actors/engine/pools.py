@@ -1,15 +1,16 @@
-"""What one sequence owns: a table of paged blocks, and one state slot if its model has state."""
+"""What one sequence owns: paged blocks, a row of the token pool, a state slot if its model has state."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.actors.engine.block_pool import NO_BLOCK, Admission, BlockId, BlockPool
+from shoal.actors.engine.prefix_cache import PrefixCacheName, prefix_cache
 
 
 def blocks_needed(*, history: int, in_flight: int = 0, drafts: int = 0, block_size: int) -> int:
     """Blocks that cover every position a step may write.
 
-    history: tokens known to the host. in_flight: positions of steps planned but not yet committed.
+    history: tokens known to the host. in_flight: tokens that steps not yet committed will draw.
     drafts: guesses that the next step verifies. Without the last two a step could write beyond its table.
     """
     return -(-(history + in_flight + drafts) // block_size)
@@ -20,60 +21,113 @@ class Holding:
     """Position p lives in block `block_table[p // block_size]` at offset `p % block_size`."""
 
     block_table: list[BlockId] = field(default_factory=list)
+    row: BlockId = NO_BLOCK
     slot: BlockId = NO_BLOCK
+    _frozen: tuple[BlockId, ...] | None = None
+
+    def frozen_table(self) -> tuple[BlockId, ...]:
+        """The table for a plan: the same object until the table changes, so that a step copies nothing."""
+        if self._frozen is None:
+            self._frozen = tuple(self.block_table)
+        return self._frozen
+
+    def changed(self) -> None:
+        self._frozen = None
 
 
 class Pools:
-    """The paged pool and the slot pool, asked and paid together: a sequence needs both to run."""
+    """The pools of one engine, asked and paid together: a sequence needs all of them to run.
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_slots: int = 0) -> None:
-        """Both counts include ID 0, which is never issued; num_slots 0 is a model without state."""
+    Blocks that only the prefix cache owns count as available; they are evicted when they are needed.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int,
+        num_slots: int = 0,
+        cache: PrefixCacheName = "radix",
+    ) -> None:
+        """All counts include ID 0, which is never issued; num_slots 0 is a model without state."""
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self.blocks = BlockPool(num_blocks)
+        self.rows = BlockPool(num_rows)
         self.slots = BlockPool(num_slots) if num_slots else None
+        self.prefix_cache = prefix_cache(cache, self.blocks)
 
-    def admission(self, num_positions: int, *, headroom: int = 0) -> Admission:
-        """May a new sequence claim this many positions, leaving `headroom` blocks free for the others?"""
+    @property
+    def num_available(self) -> int:
+        """Blocks that are free or can be evicted."""
+        return self.blocks.num_free + self.prefix_cache.num_evictable
+
+    def admission(self, num_positions: int, *, hit: Sequence[BlockId] = (), headroom: int = 0) -> Admission:
+        """May a new sequence claim this many positions, leaving `headroom` blocks available for the others?
+
+        hit: blocks of its first positions, matched in the prefix cache.
+        """
         wanted = blocks_needed(history=num_positions, block_size=self.block_size)
-        answer = self.blocks.admission(wanted)
-        if answer is not Admission.OK:
-            return answer
-        if self.blocks.admission(wanted + headroom) is not Admission.OK:
+        if self.blocks.admission(wanted) is Admission.NEVER:
+            return Admission.NEVER
+        to_be_locked = sum(self.blocks.num_owners(block) == 1 for block in hit)
+        if wanted - len(hit) + headroom > self.num_available - to_be_locked:
             return Admission.LATER
-        return self.slots.admission(1) if self.slots else Admission.OK
+        for pool in (self.rows, self.slots):
+            if pool is not None and (answer := pool.admission(1)) is not Admission.OK:
+                return answer
+        return Admission.OK
 
-    def claim(self, num_positions: int) -> Holding:
-        """The blocks of the whole length and a slot, for a sequence that `admission` answered OK."""
+    def claim(self, num_positions: int, *, hit: Sequence[BlockId] = ()) -> Holding:
+        """The blocks of the whole length, a row and a slot, for a sequence that `admission` answered OK."""
         wanted = blocks_needed(history=num_positions, block_size=self.block_size)
-        blocks = self.blocks.allocate(wanted)
-        return Holding(blocks, self.slots.allocate(1)[0] if self.slots else NO_BLOCK)
+        self.prefix_cache.lock(hit)
+        return Holding(
+            block_table=[*hit, *self._allocate(wanted - len(hit))],
+            row=self.rows.allocate(1)[0],
+            slot=self.slots.allocate(1)[0] if self.slots else NO_BLOCK,
+        )
 
     def resize(self, holding: Holding, num_blocks: int) -> bool:
-        """Grow or shrink the table to exactly num_blocks; False, and nothing changed, if too few are free."""
+        """Grow or shrink the table to exactly num_blocks. False if there are too few, and nothing changed."""
         table = holding.block_table
         missing = num_blocks - len(table)
-        if missing > self.blocks.num_free:
+        if missing == 0:
+            return True
+        if missing > self.num_available:
             return False
         if missing > 0:
-            table.extend(self.blocks.allocate(missing))
-        elif missing < 0:
-            self.blocks.release(table[num_blocks:])
+            table.extend(self._allocate(missing))
+        else:
+            self.prefix_cache.unlock(table[num_blocks:])
             del table[num_blocks:]
+        holding.changed()
         return True
 
     def release(self, holding: Holding) -> None:
         """Give everything back; the holding is empty afterwards."""
+        self.prefix_cache.unlock(holding.block_table)
+        holding.block_table.clear()
+        holding.changed()
+        if holding.row != NO_BLOCK:
+            self.rows.release([holding.row])
+            holding.row = NO_BLOCK
         if self.slots and holding.slot != NO_BLOCK:
             self.slots.release([holding.slot])
-        self.blocks.release(holding.block_table)
-        holding.block_table.clear()
-        holding.slot = NO_BLOCK
+            holding.slot = NO_BLOCK
+
+    def _allocate(self, num_blocks: int) -> list[BlockId]:
+        self.prefix_cache.evict(max(0, num_blocks - self.blocks.num_free))
+        return self.blocks.allocate(num_blocks)
 
     def check(self, holdings: Iterable[Holding]) -> None:
-        """The owners are exactly these holdings."""
+        """The owners are exactly these holdings and the prefix cache."""
         held = list(holdings)
-        self.blocks.check([block for holding in held for block in holding.block_table])
+        self.prefix_cache.check()
+        tables = [block for holding in held for block in holding.block_table]
+        self.blocks.check([*tables, *self.prefix_cache.blocks()])
+        self.rows.check([holding.row for holding in held if holding.row != NO_BLOCK])
         if self.slots:
-            self.slots.check([holding.slot for holding in held])
+            self.slots.check([holding.slot for holding in held if holding.slot != NO_BLOCK])

@@ -1,14 +1,17 @@
 """Runs what a plan says on one device: packs the batch, computes, draws."""
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.actors.engine.block_pool import NO_BLOCK
+from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.models.decoder import Decoder
+from shoal.actors.engine.sampler import DrawRow, Sampler
 from shoal.actors.engine.step import SequenceStep, StepPlan, StepResult
-from shoal.actors.messages import SamplingParams
-from shoal.kernels.backend import Backend, LayerKV, Rows, Sampling
+from shoal.actors.messages import TokenLogprob
+from shoal.kernels.backend import Backend, LayerKV, Rows
 from shoal.kvstore.layout import BlockLayout
 
 
@@ -25,12 +28,73 @@ class PagedPool:
         )
 
 
+class TokenRows:
+    """What the device knows of each running sequence, by row: its tokens and its block table.
+
+    A step reads the tokens that it computes here, and leaves here those that it draws. So it can be planned
+    before it is known what the step before it draws. Row 0 is nobody's.
+    """
+
+    def __init__(self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        num_blocks = -(-max_model_len // block_size)
+        # Zeros, because after a step that failed the next one reads a token that was never drawn.
+        self._tokens_RL = torch.zeros(num_rows, max_model_len, dtype=torch.int64, device=device)
+        self._tables_RN = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+        self._tables: list[tuple[BlockId, ...]] = [()] * num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tokens_RL.nbytes + self._tables_RN.nbytes
+
+    def load(self, plan: StepPlan) -> None:
+        """Take what the plan knows and the rows do not."""
+        for step in plan.sequences:
+            if step.known_tokens:
+                known = torch.tensor(step.known_tokens, dtype=torch.int64)
+                self._tokens_RL[step.row, : len(known)] = known
+            if (
+                self._tables[step.row] is not step.block_table
+            ):  # a plan's table is the same object or a new one
+                table = torch.tensor(step.block_table, dtype=torch.int32)
+                self._tables_RN[step.row, : len(table)] = table
+                self._tables_RN[step.row, len(table) :] = NO_BLOCK
+                self._tables[step.row] = step.block_table
+
+    def tokens(self, row_T: Tensor, position_T: Tensor) -> Tensor:
+        """int64 [T]"""
+        return self._tokens_RL[row_T, position_T]
+
+    def put(self, row_T: Tensor, position_T: Tensor, token_T: Tensor) -> None:
+        self._tokens_RL[row_T, position_T] = token_T
+
+    def of(self, row: int) -> Tensor:
+        """int64 [max_model_len]: one sequence's tokens, as far as there are."""
+        return self._tokens_RL[row]
+
+    def tables(self, row_S: Tensor, num_blocks: int) -> Tensor:
+        """int32 [S, num_blocks]"""
+        return self._tables_RN[row_S, :num_blocks]
+
+
 class ModelRunner:
-    def __init__(self, model: Decoder, pool: PagedPool, backend: Backend, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        pool: PagedPool,
+        rows: TokenRows,
+        backend: Backend,
+        device: torch.device,
+        *,
+        max_logits: int,
+    ) -> None:
+        """`model` computes at most `max_logits` rows of logits at a time."""
         self._model = model
         self._pool = pool
+        self._rows = rows
         self._backend = backend
         self._device = device
+        self._sampler = Sampler(backend, device)
+        self._max_logits = max_logits
 
     def run(self, plan: StepPlan) -> StepResult:
         return self.draw(plan, self.hidden_states(plan))
@@ -38,51 +102,68 @@ class ModelRunner:
     @torch.inference_mode()
     def hidden_states(self, plan: StepPlan) -> Tensor:
         """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
-        token_ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in plan.sequences])
-        return self._model.hidden_states(self._on_device(token_ids), self._rows(plan), self._pool.layers)
+        self._rows.load(plan)
+        lengths = [s.end - s.start for s in plan.sequences]
+        row_S = np.array([s.row for s in plan.sequences], dtype=np.int64)
+        position_T = np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences])
+        sequence_T = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        rows = Rows(
+            sequence_T=self._on_device(sequence_T),
+            position_T=self._on_device(position_T),
+            table_SN=self._rows.tables(
+                self._on_device(row_S), max(len(s.block_table) for s in plan.sequences)
+            ),
+        )
+        token_ids_T = self._rows.tokens(self._on_device(row_S[sequence_T]), rows.position_T)
+        return self._model.hidden_states(token_ids_T, rows, self._pool.layers)
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, hidden_TN: Tensor) -> StepResult:
         """The next token of every sequence that the plan lets draw, from its last row."""
-        drawing, last_rows = [], []
-        row = 0
-        for sequence in plan.sequences:
-            row += len(sequence.token_ids)
-            if sequence.draw is not None:
-                drawing.append(sequence)
-                last_rows.append(row - 1)
+        ends = np.cumsum([s.end - s.start for s in plan.sequences])
+        drawing = [(s, end - 1) for s, end in zip(plan.sequences, ends, strict=True) if s.draw is not None]
+        prompt_logprobs = {
+            s.sequence_id: self._prompt_logprobs(s, s.prompt_logprobs, hidden_TN[end - (s.end - s.start) : end])
+            for s, end in zip(plan.sequences, ends, strict=True)
+            if s.prompt_logprobs is not None
+        }
         if not drawing:
-            return StepResult(step_id=plan.step_id, tokens={})
-        last_R = self._on_device(np.array(last_rows, dtype=np.int64))
+            return StepResult(step_id=plan.step_id, drawn={}, prompt_logprobs=prompt_logprobs)
+        sequences = [s for s, _ in drawing]
         hidden_RN = hidden_TN.new_empty(len(drawing), hidden_TN.shape[1])
-        logits = self._model.logits(self._backend.gather(hidden_TN, last_R, hidden_RN))
-        tokens = self._backend.sample(logits, self._sampling(drawing)).tolist()
-        ids = [sequence.sequence_id for sequence in drawing]
-        return StepResult(step_id=plan.step_id, tokens=dict(zip(ids, tokens, strict=True)))
+        self._backend.gather(hidden_TN, self._integers(row for _, row in drawing), hidden_RN)
+        drawn = self._sampler.draw(
+            self._model.logits(hidden_RN),
+            [
+                DrawRow(draw=s.draw, position=s.end, tokens=self._rows.of(s.row))
+                for s in sequences
+                if s.draw is not None
+            ],
+        )
+        self._rows.put(
+            self._integers(s.row for s in sequences),
+            self._integers(s.end for s in sequences),
+            self._integers(d.token_id for d in drawn),
+        )
+        ids = [s.sequence_id for s in sequences]
+        return StepResult(
+            step_id=plan.step_id,
+            drawn=dict(zip(ids, drawn, strict=True)),
+            prompt_logprobs=prompt_logprobs,
+        )
 
-    def _rows(self, plan: StepPlan) -> Rows:
-        lengths = [len(s.token_ids) for s in plan.sequences]
-        table = np.full(
-            (len(lengths), max(len(s.block_table) for s in plan.sequences)), NO_BLOCK, dtype=np.int32
-        )
-        for i, sequence in enumerate(plan.sequences):
-            table[i, : len(sequence.block_table)] = sequence.block_table
-        positions = np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences])
-        return Rows(
-            sequence_T=self._on_device(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)),
-            position_T=self._on_device(positions),
-            table_SN=self._on_device(table),
+    def _prompt_logprobs(self, step: SequenceStep, top: int, hidden_TN: Tensor) -> tuple[TokenLogprob, ...]:
+        """Of the tokens after the step's rows, as far as they are the prompt's."""
+        end = step.end if step.draw is None else min(step.end, step.draw.num_prompt_tokens - 1)
+        count = max(0, end - step.start)
+        following_T = self._rows.of(step.row)[step.start + 1 : step.start + 1 + count]
+        return self._sampler.prompt_logprobs(
+            hidden_TN[:count], following_T, top, self._model.logits, max_logits=self._max_logits
         )
 
-    def _sampling(self, drawing: list[SequenceStep]) -> Sampling:
-        params: list[SamplingParams] = [s.draw for s in drawing if s.draw is not None]
-        return Sampling(
-            temperature_T=self._on_device(np.array([p.temperature for p in params], dtype=np.float32)),
-            top_k_T=self._on_device(np.array([p.top_k for p in params], dtype=np.int32)),
-            top_p_T=self._on_device(np.array([p.top_p for p in params], dtype=np.float32)),
-            seed_T=self._on_device(np.array([p.seed for p in params], dtype=np.int64)),
-            position_T=self._on_device(np.array([s.end for s in drawing], dtype=np.int64)),
-        )
+    def _integers(self, values: Iterable[int]) -> Tensor:
+        """int64 [T]"""
+        return torch.tensor(list(values), dtype=torch.int64, device=self._device)
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

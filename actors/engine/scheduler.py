@@ -3,12 +3,14 @@
 Plain Python over integers. It never sees a tensor, so every decision can be replayed in a test.
 """
 
-from collections import deque
-from collections.abc import Iterator
+from bisect import insort
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.actors.engine.block_pool import Admission
-from shoal.actors.engine.pools import Pools, blocks_needed
+from shoal.actors.engine.deferred_release import DeferredRelease
+from shoal.actors.engine.pools import Holding, Pools, blocks_needed
+from shoal.actors.engine.prefix_cache import PrefixCache
 from shoal.actors.engine.sequence import Sequence
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import (
@@ -20,6 +22,7 @@ from shoal.actors.messages import (
     RequestId,
     TokenChunk,
 )
+from shoal.kvstore.block_hash import root_key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +31,12 @@ class SchedulerConfig:
     """Sequences that run at once."""
     max_num_batched_tokens: int
     """Tokens one step computes, decode and prefill together."""
+    max_model_len: int
+    """Prompt and output of one sequence together."""
     vocab_size: int
     """Token ids below it can be computed. One that cannot would fail the whole step, its neighbours too."""
+    max_queued_requests: int = 1024
+    """Requests that wait beside max_num_seqs that run. One more is told at once to come again."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -39,6 +46,13 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), or a full decode step would not fit"
             )
+        if self.max_queued_requests < 0:
+            raise ValueError(f"max_queued_requests must not be negative, got {self.max_queued_requests}")
+
+    @property
+    def num_rows(self) -> int:
+        """Of the token pool: of those that run, of those that ended while a step is in flight, and row 0."""
+        return 2 * self.max_num_seqs + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +64,28 @@ class Reply:
 class Scheduler:
     """Waiting and running sequences, and the pools they draw from.
 
-    Order of a step: decodes, oldest first; then chunks of prompts already begun; then new arrivals in order.
-    Decode comes first so that a long prompt delays nobody's next token by more than one step's budget.
+    Order of a step: decodes; then chunks of prompts already begun; then arrivals. Decode comes first so that
+    a long prompt delays nobody's next token by more than one step's budget. Within each, and among those that
+    wait, lower priority values come first, and equal ones by arrival.
 
     A prompt claims the blocks of its whole length at its first chunk, so only decoding can run out of blocks.
-    Then the youngest running sequence is preempted: it gives everything back and waits, in its place by
-    arrival, to be computed again. The oldest is never the victim while another runs, so somebody always ends.
+    Then the last in that order is preempted: it gives everything back and waits, in its place, to be computed
+    again, but for what the prefix cache still has of it. The first is never the victim while another runs, so
+    somebody always ends. An arrival preempts nobody, whatever its priority.
+
+    A step may be scheduled while the one before it is in flight; they are committed in order. A sequence that
+    turns out to have ended is then in one step too many: that step's result for it is dropped, and what it
+    owns is released when that step has finished.
     """
 
-    def __init__(self, config: SchedulerConfig, pools: Pools) -> None:
+    def __init__(self, config: SchedulerConfig, pools: Pools, *, fingerprint: bytes = b"") -> None:
+        """fingerprint: what K/V depend on beside the tokens."""
         self._config = config
         self._pools = pools
-        self._waiting: deque[Sequence] = deque()  # by arrival, as is _running
+        self._fingerprint = fingerprint
+        self._deferred = DeferredRelease(pools)
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._waiting: list[Sequence] = []  # by rank, as is _running
         self._running: list[Sequence] = []
         self._next_sequence = 1
         self._next_step = 1
@@ -69,65 +93,94 @@ class Scheduler:
 
     @property
     def num_sequences(self) -> int:
-        return len(self._waiting) + len(self._running)
+        return len(self._sequences)
+
+    @property
+    def prefix_cache(self) -> PrefixCache:
+        return self._pools.prefix_cache
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Of all prompts together."""
+        return sum(sequence.num_uncomputed_prompt for sequence in self._sequences.values())
 
     def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
-        """Queue a request, or answer at once that it can never run."""
+        """Queue a request, or answer at once that it cannot run."""
         error = self._refusal(request)
         if error is not None:
             return [Reply(to=reply_to, chunk=_error_chunk(request, error))]
-        self._waiting.append(
-            Sequence(sequence_id=SequenceId(self._next_sequence), request=request, reply_to=reply_to)
+        sequence = Sequence(
+            sequence_id=SequenceId(self._next_sequence),
+            request=request,
+            reply_to=reply_to,
+            keys=[root_key(self._fingerprint, request.cache_salt)],
         )
         self._next_sequence += 1
+        self._sequences[sequence.sequence_id] = sequence
+        insort(self._waiting, sequence, key=_rank)
         return []
 
     def _refusal(self, request: EngineRequest) -> RequestError | None:
-        prompt, vocab_size = request.prompt_token_ids, self._config.vocab_size
+        prompt, config = request.prompt_token_ids, self._config
         if not prompt or request.max_tokens < 1:
             message = "a request needs at least one prompt token and max_tokens of at least 1"
             return RequestError(kind=ErrorKind.INVALID, message=message)
-        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            message = f"prompt token ids must be from 0 to {vocab_size - 1}"
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            message = f"prompt token ids must be from 0 to {config.vocab_size - 1}"
             return RequestError(kind=ErrorKind.INVALID, message=message)
+        asked = f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens"
+        if len(prompt) + request.max_tokens > config.max_model_len:
+            message = f"{asked} exceed the context of {config.max_model_len} tokens"
+            return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
         positions = len(prompt) + request.max_tokens - 1  # the last drawn token is never computed
-        if self._pools.admission(positions) is not Admission.NEVER:
-            return None
-        needed = blocks_needed(history=positions, block_size=self._pools.block_size)
-        message = (
-            f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens need {needed} KV blocks of "
-            f"{self._pools.block_size} tokens; this engine has {self._pools.blocks.num_usable} in all"
-        )
-        return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
+        if self._pools.admission(positions) is Admission.NEVER:
+            needed = blocks_needed(history=positions, block_size=self._pools.block_size)
+            message = (
+                f"{asked} need {needed} KV blocks of {self._pools.block_size} tokens; "
+                f"this engine has {self._pools.blocks.num_usable} in all"
+            )
+            return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
+        if len(self._sequences) >= config.max_num_seqs + config.max_queued_requests:
+            message = f"the engine is full: {len(self._sequences)} requests run or wait"
+            return RequestError(kind=ErrorKind.OVERLOADED, message=message)
+        return None
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """Forget a request and free what it owns. One that already ended is none of our business."""
-        for sequence in self._sequences():
+        for sequence in list(self._sequences.values()):
             if sequence.request.request_id == request_id and sequence.request.attempt == attempt:
                 self._remove(sequence)
 
     def abort_all(self, reply_to: IngressId) -> None:
         """An ingress is gone: nobody is left to hear its requests' tokens."""
-        for sequence in self._sequences():
+        for sequence in list(self._sequences.values()):
             if sequence.reply_to == reply_to:
                 self._remove(sequence)
 
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far is a hit any more, nor will be what running sequences build upon it."""
+        self._pools.prefix_cache.reset()
+        for sequence in self._running:
+            sequence.may_share = False
+            sequence.num_shared_blocks = 0
+
     def schedule(self) -> StepPlan | None:
-        """The next step, or None when nothing can run."""
+        """The next step, or None when nothing can run, be it only until the step in flight is committed."""
         budget = self._config.max_num_batched_tokens
         steps: list[SequenceStep] = []
         preempted_before = self.num_preemptions
-        for sequence in self._decodes():
-            steps.append(self._take(sequence, 1))
-            budget -= 1
+        for sequence in self._running:  # it loses its last when one is preempted
+            if sequence.num_unplanned == 1 and self._make_room(sequence):
+                steps.append(self._take(sequence, 1))
+                budget -= 1
         for sequence in self._running:
-            if budget > 0 and sequence.num_uncomputed > 1:
+            if budget > 0 and sequence.num_unplanned > 1:
                 steps.append(self._take(sequence, budget))
-                budget -= len(steps[-1].token_ids)
+                budget -= steps[-1].end - steps[-1].start
         if self.num_preemptions == preempted_before:  # else what was just freed would be taken back at once
             while budget > 0 and (arrival := self._admit()):
                 steps.append(self._take(arrival, budget))
-                budget -= len(steps[-1].token_ids)
+                budget -= steps[-1].end - steps[-1].start
         if not steps:
             return None
         plan = StepPlan(step_id=self._next_step, sequences=tuple(steps))
@@ -135,65 +188,55 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Reply]:
-        """Advance every sequence of the plan that still runs by what was computed and drawn."""
-        running = {sequence.sequence_id: sequence for sequence in self._running}
+        """Take what a step has computed and drawn, for every sequence of it that has not ended meanwhile."""
+        self._deferred.step_finished(plan.step_id)
         replies: list[Reply] = []
         for step in plan.sequences:
-            sequence = running.get(step.sequence_id)
-            if sequence is None:  # aborted while the step ran
-                continue
-            sequence.num_computed = step.end
-            if step.draw is None:
-                continue
-            token = result.tokens[step.sequence_id]
-            reason = sequence.append(token)
-            if reason is not None:
-                self._remove(sequence)
-            chunk = TokenChunk(
-                request_id=sequence.request.request_id,
-                attempt=sequence.request.attempt,
-                token_ids=(token,),
-                finish_reason=reason,
-            )
-            replies.append(Reply(to=sequence.reply_to, chunk=chunk))
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is not None and (chunk := self._advance(sequence, step, result)) is not None:
+                replies.append(Reply(to=sequence.reply_to, chunk=chunk))
         return replies
 
     def fail(self, plan: StepPlan, message: str) -> list[Reply]:
         """The step could not be computed: its requests end with an error, the others go on."""
+        self._deferred.step_finished(plan.step_id)
         error = RequestError(kind=ErrorKind.INTERNAL, message=message)
-        failed = {step.sequence_id for step in plan.sequences}
         replies: list[Reply] = []
-        for sequence in [s for s in self._running if s.sequence_id in failed]:
-            self._remove(sequence)
-            replies.append(Reply(to=sequence.reply_to, chunk=_error_chunk(sequence.request, error)))
+        for step in plan.sequences:
+            sequence = self._sequences.get(step.sequence_id)
+            if sequence is not None:
+                self._remove(sequence)
+                replies.append(Reply(to=sequence.reply_to, chunk=_error_chunk(sequence.request, error)))
         return replies
 
     def check(self) -> None:
         """Every invariant of the sequences and their pools (DESIGN, "What a sequence owns")."""
-        self._pools.check(sequence.holding for sequence in self._running)
+        self._pools.check([*(s.holding for s in self._running), *self._deferred.holdings()])
         assert len(self._running) <= self._config.max_num_seqs
-        for queue in (list(self._waiting), self._running):
-            ids = [sequence.sequence_id for sequence in queue]
-            assert ids == sorted(ids), f"not in order of arrival: {ids}"
+        for queue in (self._waiting, self._running):
+            ranks = [sequence.rank for sequence in queue]
+            assert ranks == sorted(ranks), f"not in order: {ranks}"
+        queued = {sequence.sequence_id for sequence in [*self._waiting, *self._running]}
+        assert queued == self._sequences.keys()
         for sequence in self._waiting:
-            assert not sequence.holding.block_table and sequence.num_computed == 0
+            assert sequence.holding == Holding() and sequence.num_planned == sequence.num_computed == 0
         for sequence in self._running:
-            covered = len(sequence.holding.block_table) * self._pools.block_size
-            assert sequence.num_computed <= min(covered, len(sequence.tokens))
-
-    def _sequences(self) -> list[Sequence]:
-        return [*self._waiting, *self._running]
-
-    def _decodes(self) -> Iterator[Sequence]:
-        """Sequences with one token to compute, each with room for it; makes room by preemption."""
-        for sequence in [s for s in self._running if s.num_uncomputed == 1]:
-            if sequence in self._running and self._make_room(sequence):
-                yield sequence
+            table, block_size = sequence.holding.block_table, self._pools.block_size
+            assert sequence.num_computed <= sequence.num_planned <= len(table) * block_size
+            assert sequence.num_planned <= sequence.num_tokens
+            shared = sequence.num_shared_blocks
+            assert shared * block_size <= sequence.num_computed
+            cached = self._pools.prefix_cache.match(sequence.block_keys(shared, block_size))
+            assert cached in (table[:shared], [])
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Fit the table to the history; False if `sequence` itself had to give way."""
-        needed = blocks_needed(history=len(sequence.tokens), block_size=self._pools.block_size)
+        """Fit the table to the history; False if `sequence` has to wait for that, running or preempted."""
+        needed = blocks_needed(
+            history=len(sequence.tokens), in_flight=sequence.num_drawing, block_size=self._pools.block_size
+        )
         while not self._pools.resize(sequence.holding, needed):
+            if self._deferred:  # something comes back when the step in flight has finished
+                return False
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -202,47 +245,114 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
-        self._pools.release(sequence.holding)
-        sequence.num_computed = 0
+        self._release(sequence)
         self.num_preemptions += 1
-        position = sum(1 for other in self._waiting if other.sequence_id < sequence.sequence_id)
-        self._waiting.insert(position, sequence)
+        insort(self._waiting, sequence, key=_rank)
 
     def _admit(self) -> Sequence | None:
-        """Start the oldest arrival if it fits. One that must wait holds back those behind it.
+        """Start the first that waits if it fits. One that must go on waiting holds back those behind it.
 
-        A block for each running sequence stays free, so that an arrival is not preempted at once.
+        A block for each running sequence stays available, so that an arrival is not preempted at once.
         """
         if not self._waiting or len(self._running) >= self._config.max_num_seqs:
             return None
         sequence = self._waiting[0]
-        answer = self._pools.admission(len(sequence.tokens), headroom=len(self._running))
-        if answer is not Admission.OK:
+        if sequence.num_drawing:  # preempted in a step whose token is not known yet
             return None
-        self._waiting.popleft()
-        sequence.holding = self._pools.claim(len(sequence.tokens))
-        self._running.append(sequence)
-        self._running.sort(key=lambda s: s.sequence_id)  # one preempted earlier takes its place again
+        block_size = self._pools.block_size
+        keys = sequence.block_keys(sequence.num_skippable // block_size, block_size)
+        hit = self._pools.prefix_cache.match(keys)
+        length = len(sequence.tokens)
+        if self._pools.admission(length, hit=hit, headroom=len(self._running)) is not Admission.OK:
+            return None
+        del self._waiting[0]
+        sequence.admit(self._pools.claim(length, hit=hit), num_hit_blocks=len(hit), block_size=block_size)
+        insort(self._running, sequence, key=_rank)
         return sequence
 
     def _take(self, sequence: Sequence, budget: int) -> SequenceStep:
-        start = sequence.num_computed
-        end = min(start + budget, len(sequence.tokens))
-        return SequenceStep(
+        """Plan the next rows of a sequence, as if they were computed and drawn already."""
+        start = sequence.num_planned
+        end = min(start + budget, sequence.num_tokens)
+        draws = end == sequence.num_tokens
+        step = SequenceStep(
             sequence_id=sequence.sequence_id,
+            row=sequence.holding.row,
             start=start,
-            token_ids=tuple(sequence.tokens[start:end]),
-            block_table=tuple(sequence.holding.block_table),
+            end=end,
+            block_table=sequence.holding.frozen_table(),
             slot=sequence.holding.slot,
-            draw=sequence.request.sampling if end == len(sequence.tokens) else None,
+            known_tokens=tuple(sequence.tokens) if sequence.is_new_to_runner else (),
+            draw=sequence.draw if draws else None,
+            prompt_logprobs=sequence.wanted_prompt_logprobs(start, end),
+        )
+        sequence.is_new_to_runner = False
+        sequence.num_planned = end
+        sequence.num_drawing += draws
+        sequence.last_step = self._next_step
+        return step
+
+    def _advance(self, sequence: Sequence, step: SequenceStep, result: StepResult) -> TokenChunk | None:
+        """What a step has done for a sequence; None if there is nothing to say of it."""
+        if sequence.holding.row == step.row:  # else it has been preempted since, and only the token counts
+            sequence.num_computed = step.end
+        prompt_logprobs = sequence.take_prompt_logprobs(
+            step.start, result.prompt_logprobs.get(step.sequence_id, ())
+        )
+        if step.draw is None:
+            self._share(sequence)
+            return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        drawn = result.drawn[step.sequence_id]
+        num_cached_tokens = None if sequence.num_output else sequence.num_cached_tokens
+        reason = sequence.append(drawn.token_id)
+        self._share(sequence)
+        if reason is not None:
+            self._remove(sequence)
+        return _chunk(
+            sequence,
+            token_ids=(drawn.token_id,),
+            logprobs=() if drawn.logprob is None else (drawn.logprob,),
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=num_cached_tokens,
+            finish_reason=reason,
         )
 
+    def _share(self, sequence: Sequence) -> None:
+        """Give the prefix cache the blocks that have become complete.
+
+        Where it has a block of the same content already, the sequence goes on with that one: so its table
+        stays a path of the cache, and no content is held twice for long.
+        """
+        first, complete = sequence.num_shared_blocks, sequence.num_computed // self._pools.block_size
+        if first == complete or not sequence.may_share:
+            return
+        keys = sequence.block_keys(complete, self._pools.block_size)
+        table = sequence.holding.block_table
+        own = table[first:complete]
+        kept = self._pools.prefix_cache.insert(sequence.keys[first], keys[first:], own)
+        sequence.num_shared_blocks = complete
+        if kept != own:
+            table[first:complete] = kept
+            sequence.holding.changed()
+            duplicates = [block for block, other in zip(own, kept, strict=True) if block != other]
+            self._deferred.release(Holding(block_table=duplicates), after_step=sequence.last_step)
+
     def _remove(self, sequence: Sequence) -> None:
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        self._pools.release(sequence.holding)
+        del self._sequences[sequence.sequence_id]
+        queue = self._running if sequence in self._running else self._waiting
+        queue.remove(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        self._deferred.release(sequence.give_up(), after_step=sequence.last_step)
+
+
+def _rank(sequence: Sequence) -> tuple[int, SequenceId]:
+    return sequence.rank
+
+
+def _chunk(sequence: Sequence, **said: Any) -> TokenChunk:
+    return TokenChunk(request_id=sequence.request.request_id, attempt=sequence.request.attempt, **said)
 
 
 def _error_chunk(request: EngineRequest, error: RequestError) -> TokenChunk:

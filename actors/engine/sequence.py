@@ -3,40 +3,136 @@
 from dataclasses import dataclass, field
 
 from shoal.actors.engine.pools import Holding
-from shoal.actors.engine.step import SequenceId
-from shoal.actors.messages import EngineRequest, FinishReason, IngressId
+from shoal.actors.engine.step import Draw, SequenceId
+from shoal.actors.messages import EngineRequest, FinishReason, IngressId, TokenLogprob
+from shoal.kvstore.block_hash import BlockKey, extend_keys
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """History, progress, and what it owns.
 
-    0 ......... num_computed ......... len(tokens)
-    rows in the pool   known, not computed
+    0 ............ num_computed ............ num_planned ............ num_tokens
+    rows committed               steps in flight           no row yet
+
+    A step is planned before the one before it has been committed, so num_planned runs ahead, and the last
+    `num_drawing` of num_tokens are those that steps in flight will draw: only the runner has them.
     """
 
     sequence_id: SequenceId
     request: EngineRequest
     reply_to: IngressId
+    keys: list[BlockKey]
+    """[root, key of block 0, key of block 1, ...]: keys[i] is the parent of block i. They are hashed when
+    they are asked for."""
+
     tokens: list[int] = field(init=False)
-    """Prompt and output."""
+    """Prompt and output, as far as committed."""
+    draw: Draw = field(init=False)
+    rank: tuple[int, SequenceId] = field(init=False)
+    """Who comes first: by priority, then by arrival."""
+
+    num_drawing: int = 0
+    num_planned: int = 0
     num_computed: int = 0
+    last_step: int = 0
+    """The last step that uses what it owns."""
     holding: Holding = field(default_factory=Holding)
+    is_new_to_runner: bool = True
+    num_shared_blocks: int = 0
+    """Of its table, from the first: they are the prefix cache's too."""
+    may_share: bool = True
+    """False once the prefix cache has been reset under it: what it computed must not be offered again."""
+    num_cached_tokens: int | None = None
+    """Of the prompt, found in the prefix cache when the sequence was first admitted."""
+    num_prompt_logprobs: int = 0
+    """Reported so far: one for each row of the prompt, of the token after it."""
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
+        request = self.request
+        self.tokens = list(request.prompt_token_ids)
+        self.rank = (request.priority, self.sequence_id)
+        self.draw = Draw(
+            sampling=request.sampling,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            stop_token_ids=request.stop_token_ids,
+            logprobs=request.logprobs,
+        )
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_token_ids)
 
     @property
     def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt_token_ids)
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) + self.num_drawing
+
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens whose rows are to be computed. The last token that may be drawn needs none."""
+        if self.num_output + self.num_drawing >= self.request.max_tokens:
+            return 0
+        return self.num_tokens - self.num_planned
+
+    @property
+    def num_uncomputed_prompt(self) -> int:
+        return max(0, self.num_prompt - self.num_planned)
+
+    def block_keys(self, num_blocks: int, block_size: int) -> list[BlockKey]:
+        """Of its first blocks, which must be complete."""
+        if len(self.keys) <= num_blocks:
+            hashed = (len(self.keys) - 1) * block_size
+            self.keys += extend_keys(self.keys[-1], self.tokens[hashed:], block_size)
+        return self.keys[1 : num_blocks + 1]
+
+    @property
+    def num_skippable(self) -> int:
+        """Rows that need not be computed if they are cached.
+
+        All but the last, whose logits give the next token; if the prompt's own logprobs are asked for, only
+        those whose logprob has been reported.
+        """
+        if self.request.prompt_logprobs is not None and self.num_prompt_logprobs < self.num_prompt - 1:
+            return self.num_prompt_logprobs
+        return len(self.tokens) - 1
+
+    def admit(self, holding: Holding, num_hit_blocks: int, block_size: int) -> None:
+        self.holding = holding
+        self.num_shared_blocks = num_hit_blocks
+        self.may_share = self.is_new_to_runner = True
+        self.num_planned = self.num_computed = num_hit_blocks * block_size
+        if self.num_cached_tokens is None:
+            self.num_cached_tokens = self.num_planned
+
+    def give_up(self) -> Holding:
+        """Lose all progress, and what it owns."""
+        holding, self.holding = self.holding, Holding()
+        self.num_planned = self.num_computed = self.num_shared_blocks = 0
+        return holding
 
     def append(self, token: int) -> FinishReason | None:
         """Take a drawn token; why the sequence ends with it, if it does."""
+        self.num_drawing -= 1
         self.tokens.append(token)
         if token in self.request.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_output >= self.request.max_tokens else None
+
+    def wanted_prompt_logprobs(self, start: int, end: int) -> int | None:
+        """What a step over rows start..end - 1 must report of them, if any still is to be reported."""
+        wanted = start < self.num_prompt - 1 and end > self.num_prompt_logprobs
+        return self.request.prompt_logprobs if wanted else None
+
+    def take_prompt_logprobs(
+        self, start: int, computed: tuple[TokenLogprob, ...]
+    ) -> tuple[TokenLogprob, ...]:
+        """Of what rows start, start + 1, ... gave, the part that is the prompt's and not reported yet."""
+        if not computed:
+            return ()
+        new = computed[self.num_prompt_logprobs - start : self.num_prompt - 1 - start]
+        self.num_prompt_logprobs += len(new)
+        return new

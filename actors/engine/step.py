@@ -38,8 +38,8 @@ class SequenceStep:
     block_table: tuple[BlockId, ...]
     slot: BlockId = NO_BLOCK
     known_tokens: tuple[int, ...] = ()
-    """All the sequence's tokens from position 0, in its first step since it was admitted: they go to the pool,
-    and so does every token drawn, at position `end` of its step."""
+    """All the sequence's tokens from position 0, in its first step since it was admitted: they go to the
+    pool, and so does every token drawn, at position `end` of its step."""
     draw: Draw | None = None
     """Draw the token at position `end`; None inside a prompt."""
     prompt_logprobs: int | None = None

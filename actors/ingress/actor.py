@@ -43,13 +43,17 @@ class IngressActor:
         listener = _listen(self._http)
         codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
         app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
+        self._intake = app.state.intake
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         return IngressInfo(ingress_id=self._ingress_id, url=url)
 
-    async def introduce(self, router: Any, engines: Mapping[EngineId, Any]) -> None:
+    async def introduce(self, router: Any, engines: Mapping[EngineId, Any], fingerprint: bytes) -> None:
+        """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
+        if fingerprint:
+            self._intake.learn_fingerprint(fingerprint)
         await self._streams.introduce(router, engines)
 
     async def ping(self) -> None:

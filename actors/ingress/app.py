@@ -10,18 +10,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from shoal.actors.ingress.dispatch import Dispatcher
-from shoal.actors.ingress.edge import Edge, log_failure
+from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST, Edge, report_failure
 from shoal.actors.ingress.endpoints import Endpoints
 from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
+from shoal.actors.ingress.generation_config import generation_defaults
+from shoal.actors.ingress.intake import Intake
+from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.openapi import body_of, describe
-from shoal.actors.ingress.protocol import ChatCompletion, ChatCompletionRequest, Completion, CompletionRequest
+from shoal.actors.ingress.protocol import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    Completion,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from shoal.actors.ingress.responses import ClientGone
 from shoal.actors.ingress.text import PromptError, TextCodec
 from shoal.actors.messages import ModelCard
 
 MAX_BODY_BYTES = 32 * 2**20
-CLIENT_CLOSED_REQUEST = 499
-"""Seen in access logs only: whoever would read it is gone."""
+MAX_OPEN_REQUESTS = 1024
+TIMEOUT_S = 3600.0
 
 
 def create_app(
@@ -31,42 +43,56 @@ def create_app(
     dispatcher: Dispatcher,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_open_requests: int = MAX_OPEN_REQUESTS,
+    timeout_s: float = TIMEOUT_S,
 ) -> FastAPI:
-    """The front door of one model. The codec stays the caller's, to close when the server has stopped."""
-    endpoints = Endpoints(model=model, codec=codec, dispatcher=dispatcher, max_body_bytes=max_body_bytes)
+    """The front door of one model."""
+    metrics = Metrics()
+    intake = Intake(model, codec, generation_defaults(model.checkpoint))
+    endpoints = Endpoints(
+        model=model,
+        codec=codec,
+        intake=intake,
+        dispatcher=dispatcher,
+        metrics=metrics,
+        max_body_bytes=max_body_bytes,
+        timeout_s=timeout_s,
+    )
     app = FastAPI(title="Shoal", redirect_slashes=False)
+    app.state.intake = intake  # to be told the fingerprint
     app.add_api_route("/health", endpoints.health)
     app.add_api_route("/ready", endpoints.ready)
-    app.include_router(_openai_routes(endpoints, api_key))
+    app.add_api_route("/metrics", endpoints.metrics)
+    app.include_router(_guarded_routes(endpoints, api_key))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(PromptError, _prompt_error)
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_middleware(Edge)
+    app.add_middleware(Edge, metrics=metrics, max_open_requests=max_open_requests)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
 
-def _openai_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
+def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
     guards: list[Dependency] = [] if api_key is None else [Depends(_key_check(api_key))]
-    router = APIRouter(prefix="/v1", dependencies=guards)
-    router.add_api_route(
-        "/chat/completions",
-        endpoints.chat_completions,
-        methods=["POST"],
-        openapi_extra=body_of(ChatCompletionRequest),
-        responses={200: {"model": ChatCompletion}},
-    )
-    router.add_api_route(
-        "/completions",
-        endpoints.completions,
-        methods=["POST"],
-        openapi_extra=body_of(CompletionRequest),
-        responses={200: {"model": Completion}},
-    )
-    router.add_api_route("/models", endpoints.models)
-    router.add_api_route("/models/{model_id:path}", endpoints.model)  # names may contain slashes
+    router = APIRouter(dependencies=guards)
+    for path, endpoint, asked, answered in (
+        ("/v1/chat/completions", endpoints.chat_completions, ChatCompletionRequest, ChatCompletion),
+        ("/v1/completions", endpoints.completions, CompletionRequest, Completion),
+        ("/tokenize", endpoints.tokenize, TokenizeRequest, TokenizeResponse),
+        ("/detokenize", endpoints.detokenize, DetokenizeRequest, DetokenizeResponse),
+    ):
+        router.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            openapi_extra=body_of(asked),
+            responses={200: {"model": answered}},
+        )
+    router.add_api_route("/reset_prefix_cache", endpoints.reset_prefix_cache, methods=["POST"])
+    router.add_api_route("/v1/models", endpoints.models)
+    router.add_api_route("/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
     return router
 
 
@@ -84,7 +110,7 @@ def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    log_failure(request.scope, error)
+    report_failure(request.scope, error)
     return error.response()
 
 

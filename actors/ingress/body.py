@@ -1,45 +1,55 @@
 """From the bytes of a request to a validated model. Whatever the bytes are, the worst outcome is a 4xx."""
 
+import asyncio
 from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from shoal.actors.ingress.errors import ApiError, bad_request, invalid_body
-from shoal.actors.ingress.protocol import GenerationRequest
-from shoal.actors.ingress.unsupported import refuse_unsupported
+from shoal.actors.ingress.errors import TIMED_OUT, ApiError, bad_request, invalid_body
+from shoal.actors.ingress.protocol import ApiRequest
+from shoal.actors.ingress.unsupported import refuse_unsupported, unknown_fields
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+BODY_DEADLINE_S = 60.0
 
-
-async def read_request(request: Request, model: type[RequestT], *, max_bytes: int) -> RequestT:
-    """The content type is not looked at: many clients send JSON under another name."""
-    body = _json_object(await _read(request, max_bytes))
-    refuse_unsupported(body)
-    try:
-        return model.model_validate(body)
-    except ValidationError as error:
-        raise invalid_body(error) from None
+RequestT = TypeVar("RequestT", bound=ApiRequest)
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
     too_large = ApiError(413, f"The request body is larger than {max_bytes} bytes.", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > max_bytes:
-            raise too_large
+    try:
+        async with asyncio.timeout(BODY_DEADLINE_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(408, "The request body did not arrive in time.", code=TIMED_OUT) from None
     return bytes(body)
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def parse_body(data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+    """The request, and the names of the fields in it that are ignored because nobody knows them.
+
+    The content type is not looked at: many clients send JSON under another name.
+    """
+    body = _json_object(data)
+    refuse_unsupported(body, model.model_fields)
+    try:
+        return model.model_validate(body), unknown_fields(body, model.model_fields)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
     """pydantic's parser bounds nesting and digits, and refuses NaN and halves of surrogate pairs."""
     try:
-        value = from_json(body, allow_inf_nan=False)
+        value = from_json(data, allow_inf_nan=False)
     except ValueError as error:
         raise bad_request(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(value, dict):

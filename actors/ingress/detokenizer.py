@@ -9,7 +9,7 @@ table, and an incremental UTF-8 decoder joins them: at most three bytes ever wai
 import codecs
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -39,6 +39,12 @@ class TokenBytes:
         if piece is None:
             piece = self._pieces[token_id] = self._decode(token_id, context=[_ANCHOR])
         return piece
+
+    def written(self, token_id: int) -> bytes:
+        """The token by itself, for people: special ones as they are written, unknown ones by their number."""
+        if token_id in self._special:
+            return str(self._tokenizer.id_to_token(token_id)).encode()
+        return self.piece(token_id) if self.is_visible(token_id) else f"token_id:{token_id}".encode()
 
     def leading_piece(self, token_id: int) -> bytes:
         """The same for a token that begins a text, where sentencepiece drops a space."""
@@ -72,6 +78,19 @@ class Detokenizer:
             self._begins_the_text = False
             return self._utf8.decode(self._table.leading_piece(token_id))
         return self._utf8.decode(self._table.piece(token_id))
+
+
+def written_text(table: TokenBytes, token_ids: Iterable[int]) -> str:
+    """What these tokens were made from, special ones included, as far as the tokenizer can be reversed."""
+    pieces = []
+    begins_the_text = True
+    for token_id in token_ids:
+        if begins_the_text and table.is_visible(token_id):
+            begins_the_text = False
+            pieces.append(table.leading_piece(token_id))
+        else:
+            pieces.append(table.written(token_id))
+    return b"".join(pieces).decode("utf-8", "replace")
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:

@@ -5,14 +5,18 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from shoal.actors.messages import EngineRequest, TokenChunk
+from shoal.kvstore.block_hash import BlockKey
 
 
 class Dispatcher(Protocol):
     """Places a request on an engine and brings its tokens back."""
 
-    def open(self, request: EngineRequest) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
+    def open(
+        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+    ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
         """The request's chunks, ending with the one that has a finish_reason.
 
+        The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
         Leaving the context before the last chunk aborts the request on its engine.
         """
@@ -20,4 +24,8 @@ class Dispatcher(Protocol):
 
     def ready(self) -> bool:
         """Whether a request could be placed now."""
+        ...
+
+    async def reset_prefix_cache(self) -> bool:
+        """Every engine forgets the prefixes that no request holds; False if one of them did not answer."""
         ...

@@ -1,9 +1,11 @@
-"""The outermost layer of the application: names each request, and turns what nobody caught into a plain 500.
+"""The outermost layer of the application: names, counts and bounds what is open, and turns what nobody caught
+into a plain 500.
 
 Bare ASGI: it looks at the first message of a response and lets the rest through untouched, so a stream is not
 wrapped and its client's disconnect is not hidden.
 """
 
+import asyncio
 import logging
 import re
 import secrets
@@ -11,48 +13,90 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.actors.ingress.errors import ApiError, internal_error
+from shoal.actors.ingress.errors import ApiError, internal_error, overloaded
+from shoal.actors.ingress.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
+WARNING_HEADER = "x-shoal-warning"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
+CLIENT_CLOSED_REQUEST = 499
+"""Seen in logs and metrics only: whoever would read it is gone."""
 
 logger = logging.getLogger(__name__)
 
 
 class Edge:
-    def __init__(self, app: ASGIApp) -> None:
+    """Tells those inside what the request is called and when it arrived; they may leave a warning for it."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_open_requests: int) -> None:
         self._app = app
+        self._metrics = metrics
+        self._max_open_requests = max_open_requests
+        self._num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = scope.setdefault("state", {})["request_id"] = _request_id(scope)
-        started = False
+        now = asyncio.get_running_loop().time
+        state = scope.setdefault("state", {})
+        state |= {
+            "request_id": _request_id(scope),
+            "arrived": now(),
+            "warning": None,
+            "metrics": self._metrics,
+        }
+        status = CLIENT_CLOSED_REQUEST
 
         async def send_named(message: Message) -> None:
-            nonlocal started
+            nonlocal status
             if message["type"] == "http.response.start":
-                started = True
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = state["request_id"]
+                if state["warning"] is not None:
+                    headers[WARNING_HEADER] = state["warning"]
             await send(message)
 
+        self._num_open += 1
+        self._metrics.in_flight.inc()
         try:
-            await self._app(scope, receive, send_named)
+            await self._bounded(scope, receive, send_named)
         except Exception as error:
-            log_failure(scope, error)
-            if not started:
+            report_failure(scope, error)
+            if status == CLIENT_CLOSED_REQUEST:
                 await internal_error().response()(scope, receive, send_named)
+        finally:
+            self._num_open -= 1
+            self._metrics.in_flight.dec()
+            self._metrics.count_request(_endpoint(scope), status, now() - state["arrived"])
+
+    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Probes and scrapes are let in at any time: they say that there is too much to do."""
+        if self._num_open > self._max_open_requests and scope["method"] == "POST":
+            error = overloaded()
+            report_failure(scope, error)
+            await error.response()(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
-def log_failure(scope: Scope, error: Exception) -> None:
+def report_failure(scope: Scope, error: Exception) -> None:
     """A failure of the cluster in a line, one of ours with its traceback, a client's mistake not at all."""
     request_id = scope["state"]["request_id"]
     if not isinstance(error, ApiError):
         logger.error("request %s failed", request_id, exc_info=error)
+        error = internal_error()
     elif error.status >= 500:
         logger.warning("request %s: %s %s", request_id, error.status, error.detail or error)
+    if error.status >= 500:
+        scope["state"]["metrics"].count_error(str(error.code))
+
+
+def _endpoint(scope: Scope) -> str:
+    """The route, not the path that was asked for: there are only so many."""
+    return str(getattr(scope.get("route"), "path", "none"))
 
 
 def _request_id(scope: Scope) -> str:

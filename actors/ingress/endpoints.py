@@ -1,83 +1,89 @@
-"""What each route does. A request goes: body → prompt → engine request → token chunks → text → answer."""
+"""What each route does. A request goes: body → prompts → engine requests → token chunks → texts → answer."""
 
-import secrets
+import asyncio
+import logging
+import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
-from shoal.actors.ingress.answers import DONE, Answer, ChatAnswer, CompletionAnswer
-from shoal.actors.ingress.body import read_request
+from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, CompletionAnswer
+from shoal.actors.ingress.body import read_body
 from shoal.actors.ingress.dispatch import Dispatcher
-from shoal.actors.ingress.errors import not_ready, unknown_model
-from shoal.actors.ingress.generation import (
-    TextDelta,
-    Transcript,
-    first_attempt,
-    output_budget,
-    text_deltas,
-    whole_text,
-)
-from shoal.actors.ingress.protocol import (
-    DEFAULT_COMPLETION_TOKENS,
-    ChatCompletionRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Model,
-    ModelList,
-)
+from shoal.actors.ingress.errors import not_ready
+from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
+from shoal.actors.ingress.intake import Intake, Intent
+from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.protocol import Model, ModelList
 from shoal.actors.ingress.responses import EventStream, while_connected
-from shoal.actors.ingress.stop_strings import StopStrings
 from shoal.actors.ingress.text import TextCodec
-from shoal.actors.messages import EngineRequest, ModelCard, RequestId
+from shoal.actors.ingress.transcript import TextDelta, Transcript
+from shoal.actors.messages import ModelCard
+
+INTAKE_THREADS = 4
+"""A long prompt keeps one of them for seconds; the others go on."""
+MAX_NAMES = 1000
+MAX_WARNED = 16
+_UNPRINTABLE = re.compile(r"[^!-~]")
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class Endpoints:
     def __init__(
-        self, *, model: ModelCard, codec: TextCodec, dispatcher: Dispatcher, max_body_bytes: int
+        self,
+        *,
+        model: ModelCard,
+        codec: TextCodec,
+        intake: Intake,
+        dispatcher: Dispatcher,
+        metrics: Metrics,
+        max_body_bytes: int,
+        timeout_s: float,
     ) -> None:
-        self._card = model
-        self._codec = codec
-        self._dispatcher = dispatcher
-        self._max_body_bytes = max_body_bytes
         self._model = Model(id=model.name, created=int(time.time()), max_model_len=model.max_model_len)
+        self._codec = codec
+        self._intake = intake
+        self._dispatcher = dispatcher
+        self._metrics = metrics
+        self._max_body_bytes = max_body_bytes
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="intake")
+        self._names_warned_of: set[str] = set()
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await read_request(request, ChatCompletionRequest, max_bytes=self._max_body_bytes)
-        self._check_model(body.model)
-        prompt = await self._codec.encode_chat(body.messages)
-        max_tokens = output_budget(
-            len(prompt),
-            wanted=body.max_completion_tokens or body.max_tokens,
-            default=None,
-            max_model_len=self._card.max_model_len,
-            param="messages",
-        )
-        asked = self._engine_request("chatcmpl", body, prompt, max_tokens)
-        return await self._answer(request, body, asked, ChatAnswer)
+        return await self._generate(request, self._intake.chat, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
-        body = await read_request(request, CompletionRequest, max_bytes=self._max_body_bytes)
-        self._check_model(body.model)
-        prompt = await self._codec.encode_prompt(body.prompt)
-        max_tokens = output_budget(
-            len(prompt),
-            wanted=body.max_tokens,
-            default=DEFAULT_COMPLETION_TOKENS,
-            max_model_len=self._card.max_model_len,
-            param="prompt",
-        )
-        asked = self._engine_request("cmpl", body, prompt, max_tokens)
-        return await self._answer(request, body, asked, CompletionAnswer)
+        return await self._generate(request, self._intake.completion, CompletionAnswer)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._converted(request, self._intake.tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._converted(request, self._intake.detokenize)
 
     async def models(self) -> ModelList:
         return ModelList(data=[self._model])
 
     async def model(self, model_id: str) -> Model:
-        self._check_model(model_id)
+        self._intake.check_model(model_id)
         return self._model
+
+    async def reset_prefix_cache(self) -> Response:
+        if not await self._dispatcher.reset_prefix_cache():
+            return not_ready().response()
+        return JSONResponse({})
 
     async def health(self) -> Response:
         """This process lives; nothing is said of engines."""
@@ -89,50 +95,86 @@ class Endpoints:
             return not_ready().response()
         return JSONResponse({"status": "ready"})
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._card.name:
-            raise unknown_model(name)
+    async def metrics(self) -> Response:
+        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
-    def _engine_request(
-        self, prefix: str, body: GenerationRequest, prompt: tuple[int, ...], max_tokens: int
-    ) -> EngineRequest:
-        return first_attempt(
-            body,
-            request_id=RequestId(f"{prefix}-{secrets.token_hex(16)}"),
-            prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            stop_token_ids=self._codec.stop_token_ids,
-        )
-
-    async def _answer(
-        self, request: Request, body: GenerationRequest, asked: EngineRequest, shape: type[Answer]
+    async def _generate(
+        self, request: Request, take: Callable[[bytes], Intent], shape: type[Answer]
     ) -> Response:
-        answer = shape(asked.request_id, int(time.time()), self._card.name, include_usage=body.include_usage)
-        detokenizer = self._codec.detokenizer(asked.prompt_token_ids)
-        transcript = Transcript(asked, detokenizer, StopStrings(body.stop or ()))
-        deltas = text_deltas(self._dispatcher, asked, transcript)
+        intent = await self._take(request, take)
+        self._warn(request, intent.ignored)
+        body = intent.body
+        timeout_s = min(body.timeout or self._timeout_s, self._timeout_s)
+        deadline = Deadline(arrived=request.state.arrived, timeout_s=timeout_s)
+        choices = [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
+        include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
+        answer = shape(
+            intent.answer_id,
+            int(time.time()),
+            self._model.id,
+            include_usage=body.include_usage,
+            include_logprobs=include_logprobs,
+        )
+        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics)
         if body.stream:
-            return EventStream(_events(answer, transcript, deltas, include_usage=body.include_usage))
-        text, finish_reason = await while_connected(request.receive, whole_text(deltas))
-        return Response(answer.whole(text, finish_reason, transcript.usage), media_type="application/json")
+            events = _events(answer, choices, deltas, include_usage=body.include_usage)
+            return EventStream(events, deadline=deadline.at)
+        said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
+        written = partial(answer.whole, said, total_usage(choices))
+        content = await self._off_loop(written) if include_logprobs else written()
+        return Response(content, media_type="application/json")
+
+    async def _converted(self, request: Request, convert: Callable[[bytes], BaseModel]) -> Response:
+        def written(data: bytes) -> str:
+            return convert(data).model_dump_json()
+
+        return Response(await self._take(request, written), media_type="application/json")
+
+    async def _take(self, request: Request, take: Callable[[bytes], _T]) -> _T:
+        data = await read_body(request, max_bytes=self._max_body_bytes)
+        return await self._off_loop(partial(take, data))
+
+    async def _off_loop(self, work: Callable[[], _T]) -> _T:
+        """Work that would keep every stream waiting if the prompt, or what is told of it, is long."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _warn(self, request: Request, ignored: Sequence[str]) -> None:
+        """In the answer's headers every time, in the log once a name."""
+        if not ignored:
+            return
+        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_WARNED]]
+        request.state.warning = "ignored unknown fields: " + ", ".join(names)
+        unheard = set(names) - self._names_warned_of
+        if unheard and len(self._names_warned_of) < MAX_NAMES:
+            self._names_warned_of |= unheard
+            logger.warning("request %s: %s", request.state.request_id, request.state.warning)
 
 
 async def _events(
     answer: Answer,
-    transcript: Transcript,
-    deltas: AsyncGenerator[TextDelta, None],
+    choices: Sequence[Transcript],
+    deltas: AsyncGenerator[tuple[int, TextDelta] | None, None],
     *,
     include_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """The events that each delta brings: none if it has no text, several at the beginning and at the end."""
-    data = answer.opening()
+    """The events that each delta brings: none if it tells nothing, several where a choice begins or ends."""
+    unopened = set(range(len(choices)))
+    unfinished = len(choices)
     async with aclosing(deltas):
-        async for delta in deltas:
-            if delta.text:
-                data += answer.text(delta.text)
+        async for item in deltas:
+            if item is None:
+                yield KEEP_ALIVE
+                continue
+            index, delta = item
+            data = b""
+            if index in unopened:
+                unopened.remove(index)
+                data += answer.opening(index)
+            data += answer.delta(index, delta)
             if delta.finish_reason is not None:
-                data += answer.finish(delta.finish_reason)
-                data += answer.usage(transcript.usage) if include_usage else b""
+                data += answer.finish(index, delta.finish_reason)
+                unfinished -= 1
+            if not unfinished:
+                data += answer.usage(total_usage(choices)) if include_usage else b""
                 data += DONE
             yield data
-            data = b""

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from shoal.actors.messages import ErrorKind, RequestError
 
 RETRY_SOON: Mapping[str, str] = MappingProxyType({"retry-after": "1"})
-_TYPES = {500: "server_error", 503: "service_unavailable_error"}
+TIMED_OUT = "timeout"
+_TYPES = {500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
 class ApiError(Exception):
@@ -27,6 +28,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.code = code
         self.headers = headers
         self.detail = detail
         """For the log: it may name processes and addresses, which are no client's business."""
@@ -49,6 +51,20 @@ def bad_request(message: str, *, param: str | None = None, code: str | None = No
 
 def internal_error(detail: str = "") -> ApiError:
     return ApiError(500, "The server failed to process this request.", code="internal", detail=detail)
+
+
+def overloaded() -> ApiError:
+    message = "Too many requests are open; try again soon."
+    return ApiError(503, message, code=ErrorKind.OVERLOADED, headers=RETRY_SOON)
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    return ApiError(504, f"The answer was not complete within {timeout_s:g} seconds.", code=TIMED_OUT)
+
+
+def unknown_token(token_id: int, num_token_ids: int, *, param: str) -> ApiError:
+    message = f"{param}: the token id {token_id} is not in the vocabulary, which ends at {num_token_ids - 1}."
+    return bad_request(message, param=param)
 
 
 def unknown_model(model: str) -> ApiError:
@@ -88,6 +104,8 @@ def engine_error(error: RequestError) -> ApiError:
             return internal_error(detail=error.message)
         case ErrorKind.NO_ENGINE:
             message = "No engine can take this request now; try again soon."
+        case ErrorKind.OVERLOADED:
+            message = "Too many requests wait for an engine; try again soon."
         case ErrorKind.ENGINE_LOST:
             message = "The engine that served this request is gone; it may be sent again."
     return ApiError(503, message, code=error.kind, headers=RETRY_SOON, detail=error.message)

@@ -1,142 +1,161 @@
-"""One request's way from tokens to text: what the engine is asked, and what is made of its answer."""
+"""The tokens of one answer: asked for at the dispatcher, and passed on as text while they come."""
 
-import secrets
-from collections.abc import AsyncGenerator
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from shoal.actors.ingress.detokenizer import Detokenizer
 from shoal.actors.ingress.dispatch import Dispatcher
-from shoal.actors.ingress.errors import context_length_exceeded, engine_error, internal_error
-from shoal.actors.ingress.protocol import Finish, GenerationRequest, Usage
-from shoal.actors.ingress.stop_strings import StopStrings
-from shoal.actors.messages import (
-    EngineRequest,
-    ErrorKind,
-    FinishReason,
-    RequestError,
-    RequestId,
-    SamplingParams,
-    TokenChunk,
-)
+from shoal.actors.ingress.errors import internal_error, timed_out
+from shoal.actors.ingress.logprobs import ScoredToken
+from shoal.actors.ingress.metrics import Metrics, TokenTimer
+from shoal.actors.ingress.protocol import Finish, Usage
+from shoal.actors.ingress.transcript import TextDelta, Transcript
 
-MAX_TOP_K = 2**31 - 1
-"""More than any vocabulary has, so a larger one means the same."""
+KEEP_ALIVE_S = 15.0
 
-
-def first_attempt(
-    body: GenerationRequest,
-    *,
-    request_id: RequestId,
-    prompt_token_ids: tuple[int, ...],
-    max_tokens: int,
-    stop_token_ids: frozenset[int],
-) -> EngineRequest:
-    """The seed is chosen here and once, so that an engine that takes over draws the same tokens."""
-    return EngineRequest(
-        request_id=request_id,
-        attempt=1,
-        prompt_token_ids=prompt_token_ids,
-        max_tokens=max_tokens,
-        stop_token_ids=stop_token_ids,
-        sampling=SamplingParams(
-            temperature=1.0 if body.temperature is None else body.temperature,
-            top_k=min(max(0, body.top_k or 0), MAX_TOP_K),
-            top_p=1.0 if body.top_p is None else body.top_p,
-            seed=secrets.randbits(63) if body.seed is None else body.seed,
-        ),
-    )
-
-
-def output_budget(
-    num_prompt_tokens: int, *, wanted: int | None, default: int | None, max_model_len: int, param: str
-) -> int:
-    """How many tokens the answer may have. Only a length that nobody asked for is shortened to fit."""
-    room = max_model_len - num_prompt_tokens
-    if room < 1 or (wanted is not None and wanted > room):
-        raise context_length_exceeded(num_prompt_tokens, wanted, max_model_len, param=param)
-    if wanted is not None:
-        return wanted
-    return room if default is None else min(default, room)
+Event = tuple[int, TextDelta] | Exception | None
+"""Something was said by the choice of this index; it failed; nothing was said for KEEP_ALIVE_S."""
+Inbox = asyncio.Queue[Event]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextDelta:
-    text: str
-    """Often empty: half a character, or the possible beginning of a stop string."""
-    finish_reason: Finish | None = None
+class Deadline:
+    """In the event loop's time, which tests may replace."""
 
-
-class Transcript:
-    """What one request has said so far, counted in tokens and passed on as text."""
-
-    def __init__(self, request: EngineRequest, detokenizer: Detokenizer, stops: StopStrings) -> None:
-        self._request = request
-        self._detokenizer = detokenizer
-        self._stops = stops
-        self._num_completion_tokens = 0
+    arrived: float
+    timeout_s: float
 
     @property
-    def usage(self) -> Usage:
-        """Ends with the token that completes a stop string: what the engine ran on to is not counted."""
-        return Usage.of(len(self._request.prompt_token_ids), self._num_completion_tokens)
-
-    def feed(self, chunk: TokenChunk) -> TextDelta:
-        text = "".join(self._shown(chunk))
-        if self._stops.found:
-            return TextDelta(text=text, finish_reason="stop")
-        match chunk.finish_reason:
-            case None:
-                return TextDelta(text=text)
-            case FinishReason.STOP:
-                return TextDelta(text=text + self._stops.flush(), finish_reason="stop")
-            case FinishReason.LENGTH:
-                return TextDelta(text=text + self._stops.flush(), finish_reason="length")
-            case FinishReason.ERROR | FinishReason.ABORT:
-                raise engine_error(chunk.error or _UNASKED_ABORT)
-
-    def _shown(self, chunk: TokenChunk) -> list[str]:
-        stop_token_at = len(chunk.token_ids) - 1 if chunk.finish_reason is FinishReason.STOP else None
-        texts = []
-        for index, token_id in enumerate(chunk.token_ids):
-            self._num_completion_tokens += 1
-            if index == stop_token_at:
-                break
-            texts.append(self._stops.push(self._detokenizer.push(token_id)))
-            if self._stops.found:
-                break
-        return texts
-
-
-_UNASKED_ABORT = RequestError(kind=ErrorKind.ENGINE_LOST, message="the engine aborted the request by itself")
+    def at(self) -> float:
+        return self.arrived + self.timeout_s
 
 
 async def text_deltas(
-    dispatcher: Dispatcher, request: EngineRequest, transcript: Transcript
-) -> AsyncGenerator[TextDelta, None]:
-    """One delta for each chunk, the last with the reason to finish. Raises ApiError.
+    dispatcher: Dispatcher, choices: Sequence[Transcript], deadline: Deadline, metrics: Metrics
+) -> AsyncGenerator[tuple[int, TextDelta] | None, None]:
+    """Deltas of all the choices as they come, each with its choice's index; None after a while of silence.
 
-    The dispatcher's context is left before the last delta is handed on: a slow client must not keep an engine
-    busy with an answer that a stop string has ended. Close the generator to abort the request.
+    The last delta of a choice has the reason to finish; its request has left the dispatcher by then: a slow
+    client must not keep an engine busy with an answer that a stop string has ended. Close the generator to
+    abort what has not finished. If one choice fails so do the others: raises ApiError, also at the deadline.
     """
-    async with dispatcher.open(request) as chunks:
-        async for chunk in chunks:
-            if chunk.attempt != request.attempt:
-                continue  # an engine that was given up for dead speaks again
-            delta = transcript.feed(chunk)
-            if delta.finish_reason is not None:
-                break
-            yield delta
-        else:
-            raise internal_error(detail="the token stream ended without a reason to finish")
-    yield delta
+    inbox: Inbox = asyncio.Queue()
+    watch = _Watch(inbox, deadline)
+    timers = [TokenTimer(metrics, deadline.arrived) for _ in choices]
+    listeners = [
+        asyncio.create_task(_listen(dispatcher, index, choice, timer, inbox))
+        for index, (choice, timer) in enumerate(zip(choices, timers, strict=True))
+    ]
+    unfinished = len(listeners)
+    try:
+        while unfinished:
+            event = await inbox.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is not None:
+                watch.heard()
+                _, delta = event
+                if delta.finish_reason is not None:
+                    unfinished -= 1
+                    metrics.count_finished(delta.finish_reason)
+            yield event
+    finally:
+        watch.cancel()
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+        metrics.count_tokens(total_usage(choices))
 
 
-async def whole_text(deltas: AsyncGenerator[TextDelta, None]) -> tuple[str, Finish]:
-    texts = []
+class _Watch:
+    """Speaks up in silence and at the deadline. One timer an answer: one a token would cost more than it."""
+
+    def __init__(self, inbox: Inbox, deadline: Deadline) -> None:
+        self._inbox = inbox
+        self._deadline = deadline
+        self._loop = asyncio.get_running_loop()
+        self._last_heard = self._loop.time()
+        self._set()
+
+    def heard(self) -> None:
+        self._last_heard = self._loop.time()
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _set(self) -> None:
+        due = min(self._deadline.at, self._last_heard + KEEP_ALIVE_S)
+        self._timer = self._loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        if now >= self._deadline.at:
+            self._inbox.put_nowait(timed_out(self._deadline.timeout_s))
+            return
+        if now >= self._last_heard + KEEP_ALIVE_S:
+            self._inbox.put_nowait(None)
+            self._last_heard = now
+        self._set()
+
+
+async def _listen(
+    dispatcher: Dispatcher, index: int, transcript: Transcript, timer: TokenTimer, inbox: Inbox
+) -> None:
+    """Ends with a delta that has a finish_reason, or with an error."""
+    request, now = transcript.asked.request, asyncio.get_running_loop().time
+    try:
+        async with dispatcher.open(request, transcript.asked.block_keys) as chunks:
+            async for chunk in chunks:
+                if chunk.attempt != request.attempt:
+                    continue  # an engine that was given up for dead speaks again
+                timer.saw(len(chunk.token_ids), now())
+                delta = transcript.feed(chunk)
+                if delta.finish_reason is not None:
+                    break
+                inbox.put_nowait((index, delta))
+            else:
+                raise internal_error(detail="the token stream ended without a reason to finish")
+    except Exception as error:
+        inbox.put_nowait(error)
+    else:
+        inbox.put_nowait((index, delta))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """All of one choice."""
+
+    text: str
+    tokens: tuple[ScoredToken, ...]
+    finish_reason: Finish
+
+
+async def whole_choices(
+    deltas: AsyncGenerator[tuple[int, TextDelta] | None, None], num_choices: int
+) -> list[Said]:
+    texts: list[list[str]] = [[] for _ in range(num_choices)]
+    tokens: list[list[ScoredToken]] = [[] for _ in range(num_choices)]
+    finished: dict[int, Finish] = {}
     async with aclosing(deltas):
-        async for delta in deltas:
-            texts.append(delta.text)
+        async for item in deltas:
+            if item is None:
+                continue
+            index, delta = item
+            texts[index].append(delta.text)
+            tokens[index] += delta.tokens
             if delta.finish_reason is not None:
-                return "".join(texts), delta.finish_reason
-    raise AssertionError("text_deltas ended without a finish_reason")
+                finished[index] = delta.finish_reason
+    return [
+        Said(text="".join(texts[i]), tokens=tuple(tokens[i]), finish_reason=finished[i])
+        for i in range(num_choices)
+    ]
+
+
+def total_usage(choices: Sequence[Transcript]) -> Usage:
+    usages = [choice.usage for choice in choices]
+    return Usage.of(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.prompt_tokens_details.cached_tokens for usage in usages),
+    )

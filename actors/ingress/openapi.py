@@ -7,8 +7,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from shoal.actors.ingress.protocol import ChatCompletionRequest, CompletionRequest
+from shoal.actors.ingress.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
+_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 _SCHEMAS = "#/components/schemas/{model}"
 
 
@@ -19,9 +25,7 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
-        _, bodies = models_json_schema(
-            [(ChatCompletionRequest, "validation"), (CompletionRequest, "validation")], ref_template=_SCHEMAS
-        )
+        _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_SCHEMAS)
         description = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = description.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(bodies["$defs"])

@@ -1,23 +1,39 @@
-"""The wire: OpenAI's chat completions, completions and models, as far as they are served.
+"""The wire: OpenAI's completions and models with vLLM's additions, as far as they are served.
 
 Types are strict: `true` is no number and `"5"` no integer. A field that is `null` counts as not sent.
 """
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 Finish = Literal["stop", "length"]
+Prompt = str | tuple[int, ...]
+"""A text, or the token ids themselves."""
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 4
+MAX_LOGPROBS = 20
+"""Of either endpoint: OpenAI stops at 5 for completions, vLLM at 20 for both."""
+MAX_PROMPTS = 256
+"""Of one request; each of them is a request to an engine."""
 DEFAULT_COMPLETION_TOKENS = 16
+
+Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
+Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
+AtLeastOne = Annotated[int, Field(ge=1, le=INT64_MAX)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 def _as_list(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else stop
+
+
+def _false_is_none(value: Any) -> Any:
+    return None if value is False else value
 
 
 def _part_text(part: Any) -> str:
@@ -35,29 +51,53 @@ def _joined_text(content: Any) -> Any:
     return "\n".join(map(_part_text, content)) if isinstance(content, list) else content
 
 
-def _single_prompt(prompt: Any) -> Any:
-    if isinstance(prompt, list):
-        raise PydanticCustomError("prompt_list", "Lists of prompts or of token ids are not supported")
-    return prompt
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """All four forms as a list of prompts. By hand: pydantic would try each form on each of 100,000 ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise PydanticCustomError("prompt", "A prompt is a text, a list of token ids, or a list of such")
+    kinds = set(map(type, value))
+    if kinds == {int}:
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise PydanticCustomError("prompt", f"At most {MAX_PROMPTS} prompts may be sent at once")
+    if kinds == {str}:
+        return tuple(value)
+    if kinds == {list} and all(set(map(type, token_ids)) == {int} for token_ids in value):
+        return tuple(map(tuple, value))
+    raise PydanticCustomError(
+        "prompt",
+        "A list must hold either token ids, or texts, or lists of token ids; none may be empty",
+    )
 
 
-class _Request(BaseModel):
+class ApiRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
 
 
-class StreamOptions(_Request):
+class StreamOptions(ApiRequest):
     include_usage: bool | None = None
 
 
-class GenerationRequest(_Request):
-    """What both kinds of completion may ask for."""
-
+class ModelRequest(ApiRequest):
     model: str | None = None
+
+
+class GenerationRequest(ModelRequest):
+    """What both kinds of completion may ask for. Where it does not say, the checkpoint's defaults hold."""
+
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     """0 and -1 keep every token."""
-    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    seed: Int64 | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    """Token id, in decimal, to what is added to its logit."""
     stop: (
         Annotated[
             list[Annotated[str, Field(min_length=1)]],
@@ -66,43 +106,118 @@ class GenerationRequest(_Request):
         ]
         | None
     ) = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    max_tokens: AtLeastOne | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    priority: Int64 | None = None
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Seconds from the arrival of the request to the end of its answer."""
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatMessage(_Request):
+class ChatMessage(ApiRequest):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_joined_text, json_schema_input_type=str | list[dict[str, Any]])]
     name: str | None = None
 
 
+Messages = Annotated[list[ChatMessage], Field(min_length=1)]
+
+
 class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    messages: Messages
+    max_completion_tokens: AtLeastOne | None = None
     """The newer name of max_tokens, which it overrules."""
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: Annotated[str, BeforeValidator(_single_prompt, json_schema_input_type=str)]
+    prompt: Annotated[
+        tuple[Prompt, ...],
+        PlainValidator(_prompts, json_schema_input_type=str | list[int] | list[str] | list[list[int]]),
+    ]
+    max_tokens: Count | None = None
+    """0 only together with echo: the prompt is scored and nothing is said."""
+    echo: bool | None = None
+    logprobs: Annotated[NumLogprobs | None, BeforeValidator(_false_is_none)] = None
+
+
+class TokenizeRequest(ModelRequest):
+    """Either a prompt or messages."""
+
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = None
+    """To a prompt, unless false. The template of messages writes them itself."""
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(ModelRequest):
+    tokens: list[int]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
 
 
 class Usage(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> "Usage":
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
+
+
+class LikelyToken(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(LikelyToken):
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(TypedDict):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(TypedDict):
+    """Columns, a row for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
 
 
 class AssistantMessage(BaseModel):
@@ -112,9 +227,9 @@ class AssistantMessage(BaseModel):
 
 
 class ChatChoice(BaseModel):
-    index: int = 0
+    index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Finish
 
 
@@ -135,9 +250,9 @@ class ChatDelta(TypedDict, total=False):
 
 
 class ChatChunkChoice(BaseModel):
-    index: int = 0
+    index: int
     delta: ChatDelta
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: Finish | None = None
 
 
@@ -151,9 +266,9 @@ class ChatCompletionChunk(BaseModel):
 
 
 class CompletionChoice(BaseModel):
-    index: int = 0
+    index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: Finish | None = None
 
 

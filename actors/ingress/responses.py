@@ -10,8 +10,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from shoal.actors.ingress.answers import event
-from shoal.actors.ingress.edge import log_failure
+from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
+
+LAST_WORDS_S = 10.0
+"""For telling that the deadline was missed; a client that has not read it by then is as good as gone."""
 
 _T = TypeVar("_T")
 
@@ -49,15 +52,22 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, items: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, items: AsyncGenerator[bytes, None], *, deadline: float) -> None:
+        """The deadline, in the event loop's time, is the items' own; here it ends the wait for the client."""
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._items = items
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
-            await while_connected(receive, self._send_all(scope, send))
+            try:
+                async with asyncio.timeout_at(self._deadline + LAST_WORDS_S) as limit:
+                    await while_connected(receive, self._send_all(scope, send))
+            except TimeoutError:
+                if not limit.expired():
+                    raise
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._items) as items:
@@ -68,7 +78,7 @@ class EventStream(Response):
                 async for item in items:
                     await _send_events(send, item)
             except Exception as error:
-                log_failure(scope, error)
+                report_failure(scope, error)
                 failure = error if isinstance(error, ApiError) else internal_error()
                 await _send_events(send, event(to_json(failure.body)))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

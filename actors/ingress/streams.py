@@ -15,11 +15,13 @@ from shoal.actors.messages import (
     FinishReason,
     IngressId,
     Placement,
+    PlacementRequest,
     RequestError,
     RequestId,
     TokenBatch,
     TokenChunk,
 )
+from shoal.kvstore.block_hash import BlockKey
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,10 @@ class _Link:
         submit = self._submits.pop(key, None)
         if abort and submit is not None:
             self._actor.abort.remote(*key, submit)
+
+    async def reset_prefix_cache(self) -> None:
+        """Raises RayError or TimeoutError."""
+        await _within(self._actor.reset_prefix_cache.remote())
 
     def remove(self) -> None:
         self._pump_task.cancel()
@@ -106,12 +112,23 @@ class EngineStreams:
     def ready(self) -> bool:
         return any(not link.lost for link in self._links.values())
 
+    async def reset_prefix_cache(self) -> bool:
+        """Asks every engine. One that was lost has nothing to reset."""
+        links = [link for link in self._links.values() if not link.lost]
+        answers = await asyncio.gather(*(link.reset_prefix_cache() for link in links), return_exceptions=True)
+        for link, answer in zip(links, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("%s did not reset its cache: %s", link.engine_id, type(answer).__name__)
+        return not any(isinstance(answer, BaseException) for answer in answers)
+
     @asynccontextmanager
-    async def open(self, request: EngineRequest) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
+    async def open(
+        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+    ) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
         key = (request.request_id, request.attempt)
         inbox: Inbox = asyncio.Queue()
         ended = asyncio.Event()
-        link = await self._place(key)
+        link = await self._place(request, block_keys)
         try:
             await self._submit(request, link, inbox)
             yield _until_finished(inbox, ended)
@@ -130,12 +147,19 @@ class EngineStreams:
                 kind, message = ErrorKind.ENGINE_LOST, f"{link.engine_id}: {type(error).__name__}"
         inbox.put_nowait(_error(request.request_id, request.attempt, kind, message))
 
-    async def _place(self, key: Key) -> _Link | None:
+    async def _place(self, request: EngineRequest, block_keys: tuple[BlockKey, ...]) -> _Link | None:
         """Where the router says, unless we know better: an engine that we lost is not offered again."""
         lost = {engine_id for engine_id, link in self._links.items() if link.lost}
         try:
             while self._router is not None:
-                placed: Placement | None = await _within(self._router.place.remote(*key, frozenset(lost)))
+                wanted = PlacementRequest(
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    block_keys=block_keys,
+                    exclude=frozenset(lost),
+                )
+                placed: Placement | None = await _within(self._router.place.remote(wanted))
                 if placed is None:
                     break
                 link = await self._link_to(placed.engine_id)
@@ -143,7 +167,7 @@ class EngineStreams:
                     return link
                 lost.add(placed.engine_id)
         except (RayError, TimeoutError) as error:
-            logger.warning("%s could not be placed: %s", key[0], type(error).__name__)
+            logger.warning("%s could not be placed: %s", request.request_id, type(error).__name__)
         return None
 
     async def _link_to(self, engine_id: EngineId) -> _Link | None:

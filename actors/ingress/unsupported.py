@@ -1,42 +1,46 @@
-"""Fields that would change the answer and are not served: refused by name rather than ignored.
+"""Fields that an endpoint does not serve: refused by name where ignoring them would change the answer.
 
 A client that asks for two answers, a tool or a schema and silently gets something else finds out much later.
+Of other fields that nobody here has heard of the client is told that they were ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from shoal.actors.ingress.errors import bad_request
 
 IN_A_REQUEST: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "echo": (False,),
-    "frequency_penalty": (0, 0.0),
     "functions": ([],),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "max_completion_tokens": (),
     "modalities": (["text"],),
     "n": (1,),
-    "presence_penalty": (0, 0.0),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
-    "stop_token_ids": ([],),
+    "skip_special_tokens": (True,),
     "structured_outputs": (),
     "suffix": ("",),
     "tools": ([],),
-    "top_logprobs": (),
+    "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
 }
-"""Field → the values, beside null, that ask for nothing special."""
+"""Field → the values, beside null, that ask for nothing special. Who serves a field judges it himself."""
 
 IN_A_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
@@ -44,13 +48,34 @@ IN_A_MESSAGE: Mapping[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
 }
 
+WITHOUT_EFFECT = frozenset(
+    {
+        "function_call",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "tool_choice",
+        "user",
+    }
+)
+"""Known, and without meaning where nothing is stored, billed or called."""
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    _refuse(body, IN_A_REQUEST, prefix="")
+
+def refuse_unsupported(body: Mapping[str, Any], served: Collection[str]) -> None:
+    """Raises ApiError for a field that is not `served` and would change the answer."""
+    _refuse({name: body[name] for name in body.keys() - served}, IN_A_REQUEST, prefix="")
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             _refuse(message, IN_A_MESSAGE, prefix=f"messages[{index}].")
+
+
+def unknown_fields(body: Mapping[str, Any], served: Collection[str]) -> tuple[str, ...]:
+    """Those that were sent and have no effect here, though their sender may think so."""
+    return tuple(sorted(body.keys() - served - IN_A_REQUEST.keys() - WITHOUT_EFFECT))
 
 
 def _refuse(fields: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], *, prefix: str) -> None:

@@ -1,17 +1,30 @@
 """The router's process: a door to placement. One call a request; no token passes through."""
 
+import asyncio
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Any
 
-from shoal.actors.messages import EngineId, EngineLoad, Placement, RequestId
-from shoal.actors.router.placement import LeastLoaded
+from ray.exceptions import RayError
+
+from shoal.actors.messages import EngineId, EngineReport, Placement, PlacementRequest
+from shoal.actors.router.placement import CheapestEngine
+from shoal.kvstore.block_hash import BlockKey
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_DEADLINE_S = 10.0
+"""An engine answers between two steps. One that does not is asked again when it is next heard of."""
 
 
 class RouterActor:
-    """Holds nothing that cannot be told again: after a restart, membership and loads arrive anew."""
+    """Holds nothing that cannot be told again: after a restart, engines, loads and prefixes arrive anew."""
 
-    def __init__(self) -> None:
-        self._placement = LeastLoaded(clock=time.monotonic)
+    def __init__(self, block_size: int) -> None:
+        self._placement = CheapestEngine(block_size=block_size, clock=time.monotonic)
+        self._engines: dict[EngineId, Any] = {}
+        self._asking: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return "Router"
@@ -22,18 +35,40 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers while the process lives."""
 
-    async def place(
-        self, request_id: RequestId, attempt: int, exclude: frozenset[EngineId]
-    ) -> Placement | None:
+    async def place(self, request: PlacementRequest) -> Placement | None:
         """None when no engine is ready but those that the ingress cannot reach."""
-        engine_id = self._placement.place(request_id, attempt, exclude)
-        return None if engine_id is None else Placement(engine_id=engine_id)
+        return self._placement.place(request)
 
-    async def report(self, load: EngineLoad) -> None:
-        self._placement.report(load)
+    async def report(self, report: EngineReport) -> None:
+        self._placement.report(report)
+        self._ask_for_snapshots()
 
-    async def set_engines(self, engine_ids: Sequence[EngineId]) -> None:
-        self._placement.set_engines(engine_ids)
+    async def set_engines(self, engines: Mapping[EngineId, Any]) -> None:
+        """Exactly these, by their actors, may be placed on."""
+        self._engines = dict(engines)
+        self._placement.set_engines(engines)
+        self._ask_for_snapshots()
 
     async def loads(self) -> dict[EngineId, int]:
         return self._placement.loads()
+
+    async def held(self) -> dict[EngineId, frozenset[BlockKey]]:
+        """What is known of the prefixes of each engine that is followed without a gap."""
+        return self._placement.held()
+
+    def _ask_for_snapshots(self) -> None:
+        for engine_id in self._placement.take_snapshot_requests():
+            task = asyncio.create_task(self._ask(engine_id, self._engines[engine_id]))
+            self._asking.add(task)  # the event loop itself holds tasks only weakly
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, engine_id: EngineId, actor: Any) -> None:
+        answer = actor.snapshot.remote().future()
+        try:
+            snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), timeout=SNAPSHOT_DEADLINE_S)
+        except (RayError, TimeoutError) as error:
+            logger.warning("no snapshot from %s: %s", engine_id, type(error).__name__)
+            self._placement.give_up(engine_id)
+        else:
+            self._placement.restore(snapshot)
+            self._ask_for_snapshots()

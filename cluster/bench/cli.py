@@ -37,7 +37,11 @@ def engine(
     checkpoint = resolve_model(model).directory
     threads = threads or len(os.sched_getaffinity(0))
     config = EngineConfig(
-        checkpoint=str(checkpoint), max_model_len=2048, memory_bytes=4 << 30, threads=threads
+        checkpoint=str(checkpoint),
+        max_model_len=2048,
+        memory_bytes=4 << 30,
+        threads=threads,
+        prefix_cache="naive",  # the same prompt is measured again and again
     )
     rows = bench_engine(config, TransformersPeer(checkpoint, threads), console)
     report(rows, vs, json_file, console)

@@ -17,14 +17,18 @@ MAX_MODEL_LEN = 128
 @pytest.fixture(scope="session")
 def card(tmp_path_factory: pytest.TempPathFactory) -> ModelCard:
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"), adding_bos(byte_level_tokenizer()))
-    return ModelCard(name="org/tiny", checkpoint=str(folder), max_model_len=MAX_MODEL_LEN)
+    return ModelCard(
+        name="org/tiny",
+        checkpoint=str(folder),
+        max_model_len=MAX_MODEL_LEN,
+        block_size=4,
+        fingerprint=b"tiny",
+    )
 
 
 @pytest.fixture(scope="session")
-def codec(card: ModelCard) -> Iterator[TextCodec]:
-    codec = TextCodec.load(card.checkpoint)
-    yield codec
-    codec.close()
+def codec(card: ModelCard) -> TextCodec:
+    return TextCodec.load(card.checkpoint)
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,12 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shoal.actors.messages import EngineRequest, FinishReason, RequestError, TokenChunk
+from shoal.actors.messages import EngineRequest, FinishReason, RequestError, TokenChunk, TokenLogprob
+from shoal.kvstore.block_hash import BlockKey
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +16,10 @@ class Script:
 
     token_ids: tuple[int, ...] = ()
     chunk_size: int = 1
+    """Also of the prompt's logprobs."""
     pause_s: float = 0.0
     """Before each chunk."""
+    num_cached_tokens: int = 0
     finish_reason: FinishReason = FinishReason.LENGTH
     error: RequestError | None = None
     """Said in place of the finish_reason."""
@@ -24,10 +27,18 @@ class Script:
     """Says the tokens and then nothing more."""
     raises: Exception | None = None
     """A breach of the dispatcher's contract."""
+    waits_for: int = 0
+    """Says its first token when so many requests are open, and each further one when all have got as far."""
 
     @property
     def ends_well(self) -> bool:
         return not self.hangs and self.error is None and self.raises is None
+
+
+def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
+    """Of the drawn token by its id, of the likeliest by their rank: the tokens 70, 71, ..."""
+    top = tuple((70 + rank, -(rank + 1) / 8) for rank in range(num_top))
+    return TokenLogprob(logprob=-token_id / 64, top=top)
 
 
 class FakeDispatcher:
@@ -38,34 +49,47 @@ class FakeDispatcher:
     def forget(self) -> None:
         """As new, for the next test."""
         self.script = Script()
+        self.scripts: Mapping[tuple[int, ...], Script] = {}
+        """For certain prompts."""
         self.is_ready = True
+        self.resets = True
         self.opened: list[EngineRequest] = []
+        self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
         self.aborted: list[EngineRequest] = []
+        self.said = 0
         self.an_abort.clear()
 
     def ready(self) -> bool:
         return self.is_ready
 
+    async def reset_prefix_cache(self) -> bool:
+        return self.resets
+
     @asynccontextmanager
-    async def open(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+    async def open(
+        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+    ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         self.opened.append(request)
+        self.block_keys.append(block_keys)
         try:
-            yield self._speak(request, self.script)
+            yield self._speak(request, self.scripts.get(request.prompt_token_ids, self.script))
         finally:
             if request not in self.finished:
                 self.aborted.append(request)
                 self.an_abort.set()
 
     async def _speak(self, request: EngineRequest, script: Script) -> AsyncIterator[TokenChunk]:
+        async for chunk in self._score_prompt(request, script):
+            yield chunk
         *pieces, last = _cut(script.token_ids[: request.max_tokens], script.chunk_size)
-        for piece in pieces:
-            await asyncio.sleep(script.pause_s)
-            yield _chunk(request, piece)
-        await asyncio.sleep(script.pause_s)
+        for index, piece in enumerate(pieces):
+            await self._wait(script, index)
+            yield _chunk(request, piece, cached=script.num_cached_tokens)
+        await self._wait(script, len(pieces))
         if script.ends_well:
             self.finished.append(request)
-            yield _chunk(request, last, script.finish_reason)
+            yield _chunk(request, last, script.finish_reason, cached=script.num_cached_tokens)
             return
         if last:
             yield _chunk(request, last)
@@ -75,6 +99,21 @@ class FakeDispatcher:
             raise script.raises
         self.finished.append(request)
         yield _chunk(request, (), FinishReason.ERROR, script.error)
+
+    async def _wait(self, script: Script, num_chunks: int) -> None:
+        await asyncio.sleep(script.pause_s)
+        if script.waits_for:
+            self.said += 1
+            while self.said < script.waits_for * (num_chunks + 1):
+                await asyncio.sleep(0.001)
+
+    async def _score_prompt(self, request: EngineRequest, script: Script) -> AsyncIterator[TokenChunk]:
+        if request.prompt_logprobs is None:
+            return
+        for piece in _cut(request.prompt_token_ids[1:], script.chunk_size):
+            await asyncio.sleep(script.pause_s)
+            logprobs = tuple(logprob_of(token_id, request.prompt_logprobs) for token_id in piece)
+            yield TokenChunk(request_id=request.request_id, attempt=request.attempt, prompt_logprobs=logprobs)
 
 
 def _cut(token_ids: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
@@ -86,11 +125,15 @@ def _chunk(
     token_ids: tuple[int, ...],
     finish_reason: FinishReason | None = None,
     error: RequestError | None = None,
+    cached: int | None = None,
 ) -> TokenChunk:
+    num_top = request.logprobs
     return TokenChunk(
         request_id=request.request_id,
         attempt=request.attempt,
         token_ids=token_ids,
+        logprobs=() if num_top is None else tuple(logprob_of(token_id, num_top) for token_id in token_ids),
+        num_cached_tokens=cached,
         finish_reason=finish_reason,
         error=error,
     )

@@ -19,6 +19,7 @@ STATUSES = {
     ErrorKind.INTERNAL: 500,
     ErrorKind.ENGINE_LOST: 503,
     ErrorKind.NO_ENGINE: 503,
+    ErrorKind.OVERLOADED: 503,
 }
 
 

@@ -99,15 +99,36 @@ bodies = st.fixed_dictionaries(
         "stop": st.lists(st.text(max_size=3), max_size=5) | values,
         "stream_options": st.fixed_dictionaries({}, optional={"include_usage": values}) | values,
     }
-    | dict.fromkeys(["top_k", "seed", "stream", "n", "tools", "logit_bias", "anything"], values),
+    | dict.fromkeys(
+        ["top_k", "seed", "stream", "n", "tools", "logit_bias", "anything", "echo", "logprobs", "timeout"],
+        values,
+    ),
 )
 plausible = st.fixed_dictionaries(
     {"messages": st.just([{"role": "user", "content": "Hello"}]), "prompt": st.text(max_size=20)},
-    optional={"stream": st.booleans(), "temperature": scalars, "max_tokens": scalars, "stop": st.text()},
+    optional={
+        "stream": st.booleans(),
+        "temperature": scalars,
+        "max_tokens": scalars,
+        "stop": st.text(),
+        "echo": st.booleans(),
+        "logprobs": st.booleans() | st.integers(0, 3),
+        "top_logprobs": st.integers(0, 3),
+        "logit_bias": st.dictionaries(st.integers(0, 330).map(str), st.integers(-101, 101), max_size=2),
+        "min_tokens": st.integers(0, 20),
+    },
 )
 
 
-@given(path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]), body=bodies | plausible | values)
+PATHS = st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+id_lists = st.lists(st.integers(-1, 330), max_size=5)
+ids = st.fixed_dictionaries(
+    {"prompt": id_lists | st.lists(id_lists | st.text(), max_size=3), "tokens": id_lists},
+    optional={"echo": st.booleans(), "logprobs": st.integers(0, 3), "max_tokens": st.integers(0, 3)},
+)
+
+
+@given(path=PATHS, body=bodies | plausible | ids | values)
 def test_no_json_is_our_failure(app: FastAPI, path: str, body: Any) -> None:
     response = ask(app, "POST", path, content=json.dumps(body))
     assert response.status_code in (200, 400, 404)
@@ -115,6 +136,6 @@ def test_no_json_is_our_failure(app: FastAPI, path: str, body: Any) -> None:
         assert response.json()["error"]["message"]
 
 
-@given(path=st.sampled_from(["/v1/chat/completions", "/v1/completions"]), body=st.binary(max_size=60))
+@given(path=PATHS, body=st.binary(max_size=60))
 def test_no_bytes_are(app: FastAPI, path: str, body: bytes) -> None:
     assert ask(app, "POST", path, content=body).status_code == 400

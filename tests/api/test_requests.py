@@ -92,6 +92,27 @@ def test_case_62_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) 
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"model": 5}, "model"),
         ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"3": 101}}, "logit_bias.3"),
+        ({"logit_bias": [3]}, "logit_bias"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"stop_token_ids": [320]}, "stop_token_ids"),
+        ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"cache_salt": ""}, "cache_salt"),
+        ({"priority": 0.5}, "priority"),
+        ({"timeout": 0}, "timeout"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": 1.0}, "logprobs"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
     ],
     ids=str,
 )
@@ -126,9 +147,34 @@ def test_case_72_messages_that_are_none(http: httpx.Client, messages: Any, param
     assert error_of(http.post(CHAT, json={"messages": messages}), 400)["param"] == param
 
 
-@pytest.mark.parametrize("prompt", [[], [[]], ["one", "two"], [1, 2], [[1], [2]], None, 7], ids=str)
-def test_cases_72_and_73_a_prompt_is_one_text(http: httpx.Client, prompt: Any) -> None:
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        [],
+        [[]],
+        [[1], []],
+        ["one", 2],
+        ["one", [2]],
+        [1, True],
+        [1.0],
+        [[1, None]],
+        [-1],
+        [320],
+        [[1], [320]],
+        [2**80],
+        ["the"] * 257,
+        None,
+        7,
+    ],
+    ids=lambda prompt: str(prompt)[:20],
+)
+def test_cases_72_and_73_prompts_that_are_none(http: httpx.Client, prompt: Any) -> None:
     assert error_of(http.post(COMPLETIONS, json={"prompt": prompt}), 400)["param"] == "prompt"
+
+
+def test_a_token_outside_the_vocabulary_is_named(http: httpx.Client) -> None:
+    error = error_of(http.post(COMPLETIONS, json={"prompt": [1, 777, 2]}), 400)
+    assert error["message"] == "prompt: the token id 777 is not in the vocabulary, which ends at 319."
 
 
 def test_case_72_an_empty_prompt_is_a_text_about_to_begin(
@@ -142,16 +188,14 @@ def test_case_72_an_empty_prompt_is_a_text_about_to_begin(
     ("path", "fields", "param"),
     [
         (COMPLETIONS, {"best_of": 2}, "best_of"),
-        (COMPLETIONS, {"echo": True}, "echo"),
-        (COMPLETIONS, {"logprobs": 0}, "logprobs"),
+        (COMPLETIONS, {"n": 2}, "n"),
         (COMPLETIONS, {"suffix": "end"}, "suffix"),
-        (CHAT, {"logprobs": True}, "logprobs"),
-        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (COMPLETIONS, {"top_logprobs": 3}, "top_logprobs"),
+        (COMPLETIONS, {"max_completion_tokens": 3}, "max_completion_tokens"),
+        (CHAT, {"echo": True}, "echo"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"functions": [{}]}, "functions"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
-        (CHAT, {"presence_penalty": 0.1}, "presence_penalty"),
-        (CHAT, {"frequency_penalty": -1}, "frequency_penalty"),
     ],
     ids=str,
 )
@@ -161,6 +205,24 @@ def test_what_would_change_the_answer_is_refused_by_name(
     error = error_of(http.post(path, json=chat(prompt="x", **fields)), 400)
     assert error["param"] == param
     assert error["message"] == f"{param}: this value is not supported."
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (COMPLETIONS, {"logprobs": True}, "logprobs"),
+        (CHAT, {"logprobs": 1}, "logprobs"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (COMPLETIONS, {"echo": "yes"}, "echo"),
+        (COMPLETIONS, {"echo": False, "max_tokens": 0}, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_case_69_logprobs_and_echo_are_honoured_or_refused(
+    http: httpx.Client, path: str, fields: dict[str, Any], param: str
+) -> None:
+    assert error_of(http.post(path, json=chat(prompt="x", **fields)), 400)["param"] == param
 
 
 HARMLESS: dict[str, Any] = {
@@ -179,11 +241,28 @@ HARMLESS: dict[str, Any] = {
     "user": "someone",
     "metadata": {"unheard": ["of"]},
 }
+PROMPTS = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "x"}}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_what_changes_nothing_is_accepted(http: httpx.Client, path: str) -> None:
-    assert http.post(path, json=chat(prompt="x", **HARMLESS)).status_code == 200
+    response = http.post(path, json={**PROMPTS[path], **HARMLESS})
+    assert response.status_code == 200
+    assert "x-shoal-warning" not in response.headers
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_unknown_fields_are_ignored_with_a_warning(
+    http: httpx.Client, path: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"temprature_{len(path)}_{stream}"
+    body = {**PROMPTS[path], name: 0.5, "caf\u00e9\n": None, "stream": stream}
+    for _ in range(2):
+        response = http.post(path, json=body)
+        assert response.status_code == 200
+        assert response.headers["x-shoal-warning"] == f"ignored unknown fields: caf??, {name}"
+    assert [name in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_text_parts_are_lines(http: httpx.Client, dispatcher: FakeDispatcher) -> None:

@@ -16,7 +16,9 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 
 @pytest.fixture(autouse=True)
 def an_answer(dispatcher: FakeDispatcher) -> None:
-    dispatcher.script = Script(token_ids=(*tokens_of("alpha"), EOS), finish_reason=FinishReason.STOP)
+    dispatcher.script = Script(
+        token_ids=(*tokens_of("alpha"), EOS), finish_reason=FinishReason.STOP, num_cached_tokens=20
+    )
 
 
 def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
@@ -49,7 +51,12 @@ def test_case_70_usage_comes_last_and_is_null_before(http: httpx.Client) -> None
     )
     assert [chunk["usage"] for chunk in chunks] == [None] * 4
     assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == 3
+    assert last["usage"] == {
+        "prompt_tokens": 22,
+        "completion_tokens": 3,
+        "total_tokens": 25,
+        "prompt_tokens_details": {"cached_tokens": 20},
+    }
 
 
 def test_a_completion_stream(http: httpx.Client) -> None:

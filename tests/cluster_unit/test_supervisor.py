@@ -55,8 +55,10 @@ class FakeRouter(FakeProcess):
 class FakeIngress(FakeProcess):
     stopped = False
 
-    def introduce(self, router: RouterProcess, engines: Mapping[str, EngineProcess]) -> None:
-        self.told.append((router.process_id, sorted(engines)))
+    def introduce(
+        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
+    ) -> None:
+        self.told.append((router.process_id, sorted(engines), fingerprint))
 
     def stop(self) -> None:
         self.stopped = True
@@ -98,7 +100,8 @@ class FakeLauncher:
 
 
 def an_engine(name: str) -> FakeEngine:
-    return FakeEngine(name, EngineInfo(engine_id=EngineId(name), node="n", backend="b", memory="m"))
+    info = EngineInfo(engine_id=EngineId(name), node="n", backend="b", memory="m", fingerprint=b"f")
+    return FakeEngine(name, info)
 
 
 @dataclass
@@ -146,8 +149,20 @@ def test_everybody_is_told_of_everybody_who_is_ready() -> None:
     cluster.all_ready()
     names = ["engine-0-0", "engine-1-1"]
     assert cluster.launcher.routers[0].told[-1] == names
-    assert cluster.launcher.ingresses[0].told[-1] == ("router", names)
+    assert cluster.launcher.ingresses[0].told[-1] == ("router", names, b"f")
     assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"})
+
+
+def test_an_ingress_that_is_ready_before_the_engines_hears_later_what_names_their_prefixes() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.tick()
+    cluster.launcher.routers[0].become_ready()
+    cluster.launcher.ingresses[0].become_ready()
+    cluster.tick()
+    assert cluster.launcher.ingresses[0].told[-1] == ("router", [], b"")
+    cluster.launcher.engines[0].become_ready()
+    cluster.tick()
+    assert cluster.launcher.ingresses[0].told[-1] == ("router", ["engine-0-0"], b"f")
 
 
 def test_an_engine_that_dies_is_replaced_under_a_new_name_after_a_pause() -> None:

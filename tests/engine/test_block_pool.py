@@ -12,7 +12,7 @@ from shoal.actors.engine.pools import Holding, Pools, blocks_needed
 
 def test_the_block_lab() -> None:
     """Eight blocks of four positions; block 0 is never issued."""
-    pools = Pools(num_blocks=8, block_size=4)
+    pools = Pools(num_blocks=8, block_size=4, num_rows=9)
 
     a, b = pools.claim(6), pools.claim(9)
     assert (a.block_table, b.block_table) == ([1, 2], [3, 4, 5])
@@ -72,7 +72,7 @@ def test_misuse_names_the_block() -> None:
 
 
 def test_a_sequence_needs_both_pools() -> None:
-    pools = Pools(num_blocks=10, block_size=4, num_slots=2)
+    pools = Pools(num_blocks=10, block_size=4, num_rows=9, num_slots=2)
     first = pools.claim(4)
     assert first.slot == 1
     assert pools.admission(4) is Admission.LATER, "blocks are free, but no state slot is"
@@ -83,14 +83,14 @@ def test_a_sequence_needs_both_pools() -> None:
 
 
 def test_headroom_makes_an_arrival_wait_but_never_refuses_it() -> None:
-    pools = Pools(num_blocks=4, block_size=4)
+    pools = Pools(num_blocks=4, block_size=4, num_rows=9)
     assert pools.admission(12, headroom=1) is Admission.LATER
     assert pools.admission(12) is Admission.OK
     assert pools.admission(13, headroom=1) is Admission.NEVER
 
 
 def test_a_table_that_cannot_grow_stays_as_it_was() -> None:
-    pools = Pools(num_blocks=4, block_size=4)
+    pools = Pools(num_blocks=4, block_size=4, num_rows=9)
     holding = pools.claim(8)
     assert not pools.resize(holding, 4)
     assert holding.block_table == [1, 2]

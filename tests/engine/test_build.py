@@ -1,11 +1,13 @@
 """From a configuration to an engine, on a tiny model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shoal.actors.engine import build
 from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
 from shoal.kernels.library import KernelsUnavailable
@@ -36,7 +38,9 @@ def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None
         sampling=SamplingParams(temperature=0.0),
     )
     built.engine.submit(request, IngressId("i"))
-    replies = [reply.chunk for _ in range(2) for reply in built.engine.step()]
+    replies = []
+    while built.engine.has_work:
+        replies += [reply.chunk for reply in built.engine.step()]
     assert [chunk.finish_reason for chunk in replies] == [None, FinishReason.LENGTH]
     built.engine.check()
 
@@ -57,7 +61,24 @@ def test_without_kernels_an_engine_that_requires_them_is_not_built(
         build.build_engine(a_config(tmp_path, require_kernels=True))
 
 
-@pytest.mark.parametrize("name", ["max_model_len", "memory_bytes", "threads"])
-def test_what_must_be_positive(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
-        a_config(tmp_path, **{name: 0})
+@pytest.mark.parametrize(("name", "least"), [("max_model_len", 2), ("memory_bytes", 1), ("threads", 1)])
+def test_least_values(tmp_path: Path, name: str, least: int) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least {least}"):
+        a_config(tmp_path, **{name: least - 1})
+
+
+def test_a_fingerprint_names_all_that_keys_and_values_depend_on(tmp_path: Path) -> None:
+    checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
+    config = a_config(checkpoint)
+    here = fingerprint(config, numerics_id="n")
+    assert here == fingerprint(a_config(tiny_llama(tmp_path / "copy")), numerics_id="n")
+    assert here == fingerprint(replace(config, threads=2, max_num_seqs=1, memory_bytes=1), numerics_id="n")
+    different = [
+        fingerprint(config, numerics_id="m"),
+        fingerprint(a_config(other), numerics_id="n"),
+        fingerprint(a_config(tiny_llama(tmp_path / "c", rope_theta=1e5)), numerics_id="n"),
+        fingerprint(replace(config, block_size=32), numerics_id="n"),
+        fingerprint(replace(config, kv_cache_dtype="bfloat16"), numerics_id="n"),
+        fingerprint(replace(config, max_model_len=128), numerics_id="n"),
+    ]
+    assert len({here, *different}) == 1 + len(different)

@@ -3,7 +3,6 @@
 import pytest
 
 from shoal.actors.engine.memory_plan import MemoryPlan, NotEnoughMemory, num_state_slots, plan_memory
-from shoal.kvstore.layout import BlockLayout
 
 MIB = 1 << 20
 
@@ -59,10 +58,3 @@ def test_weights_alone_may_be_too_much() -> None:
         NotEnoughMemory, match=r"0B is left, which is 0 blocks. Give --memory at least 725MiB\."
     ):
         a_plan(total_bytes=200 * MIB)
-
-
-def test_a_block_is_one_contiguous_range_of_all_layers() -> None:
-    layout = BlockLayout(num_layers=28, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
-    assert layout.bytes_per_token == 114_688, "Qwen3-0.6B"
-    assert layout.bytes_per_block == 16 * 114_688
-    assert layout.pool_shape(65) == (65, 28, 2, 16, 8, 128)

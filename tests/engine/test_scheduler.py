@@ -1,88 +1,12 @@
 """Who computes what in each step, and what everybody gets in the end."""
 
-from collections import defaultdict
-from dataclasses import dataclass, field
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from shoal.actors.engine.engine import MAX_FAILED_STEPS, Engine
-from shoal.actors.engine.pools import Pools
-from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
-from shoal.actors.engine.step import StepPlan, StepResult
-from shoal.actors.messages import EngineRequest, ErrorKind, FinishReason, IngressId, RequestError, RequestId
-from tests.fake_runner import VOCABULARY, FakeRunner, generate
-
-INGRESS = IngressId("ingress-1")
-
-
-def a_request(name: str, prompt: list[int], max_tokens: int = 3, **more: object) -> EngineRequest:
-    return EngineRequest(
-        request_id=RequestId(name),
-        attempt=1,
-        prompt_token_ids=tuple(prompt),
-        max_tokens=max_tokens,
-        stop_token_ids=more.get("stop", frozenset()),  # type: ignore[arg-type]
-    )
-
-
-@dataclass
-class Bench:
-    """An engine over a fake runner, and what each request has received."""
-
-    num_blocks: int = 20
-    block_size: int = 4
-    num_slots: int = 0
-    max_num_seqs: int = 4
-    max_num_batched_tokens: int = 16
-    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
-    finished: dict[str, FinishReason] = field(default_factory=dict)
-    errors: dict[str, RequestError] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        config = SchedulerConfig(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            vocab_size=VOCABULARY,
-        )
-        self.pools = Pools(num_blocks=self.num_blocks, block_size=self.block_size, num_slots=self.num_slots)
-        self.scheduler = Scheduler(config, self.pools)
-        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
-        self.engine = Engine(self.scheduler, self.runner)
-
-    def submit(self, request: EngineRequest) -> None:
-        self._take(self.engine.submit(request, INGRESS))
-
-    def step(self) -> list[tuple[int, int]]:
-        """(start, number of tokens) of each sequence in the step."""
-        num_plans = len(self.runner.plans)
-        self._take(self.engine.step())
-        self.engine.check()
-        plans = self.runner.plans[num_plans:]
-        return [(s.start, len(s.token_ids)) for plan in plans for s in plan.sequences]
-
-    def finish(self, *, within: int = 2000) -> None:
-        for _ in range(within):
-            if not self.engine.num_requests:
-                return
-            self.step()
-        raise AssertionError(f"not finished within {within} steps")
-
-    def drained(self) -> bool:
-        self.pools.check([])
-        return self.pools.blocks.num_free == self.num_blocks - 1
-
-    def _take(self, replies: list[Reply]) -> None:
-        for reply in replies:
-            name = reply.chunk.request_id
-            assert name not in self.finished, "nothing follows the last chunk"
-            self.tokens[name] += reply.chunk.token_ids
-            if reply.chunk.finish_reason:
-                self.finished[name] = reply.chunk.finish_reason
-            if reply.chunk.error:
-                self.errors[name] = reply.chunk.error
+from shoal.actors.engine.engine import MAX_FAILED_STEPS
+from shoal.actors.engine.scheduler import SchedulerConfig
+from shoal.actors.messages import ErrorKind, FinishReason, IngressId, RequestId
+from tests.engine.bench import Bench, a_request
+from tests.fake_runner import VOCABULARY, generate
 
 
 def test_one_request_from_prompt_to_limit() -> None:
@@ -100,7 +24,7 @@ def test_one_request_from_prompt_to_limit() -> None:
 def test_a_stop_token_ends_a_request_and_is_its_last() -> None:
     expected = generate([1, 2], 5)
     bench = Bench()
-    bench.submit(a_request("a", [1, 2], max_tokens=10, stop=frozenset({expected[2]})))
+    bench.submit(a_request("a", [1, 2], max_tokens=10, stop_token_ids=frozenset({expected[2]})))
     bench.finish()
     assert bench.tokens["a"] == expected[:3]
     assert bench.finished == {"a": FinishReason.STOP}
@@ -127,10 +51,11 @@ def test_a_prompt_claims_its_whole_length_at_its_first_chunk() -> None:
 def test_what_must_wait_holds_back_those_behind_it() -> None:
     bench = Bench(num_blocks=6)
     bench.submit(a_request("a", list(range(12)), max_tokens=2))
-    bench.submit(a_request("too big for now", list(range(8)), max_tokens=1))
+    bench.submit(a_request("too big for now", list(range(20, 28)), max_tokens=1))
     bench.submit(a_request("small", [1], max_tokens=1))
     assert bench.step() == [(0, 12)]
     assert bench.step() == [(12, 1)], "small would fit, but it came later"
+    assert bench.step() == [], "what a owned is free when its last step has finished"
     assert bench.step() == [(0, 8), (0, 1)]
 
 
@@ -245,102 +170,33 @@ def test_state_slots_are_claimed_and_returned_with_blocks() -> None:
     assert bench.pools.slots is not None and bench.pools.slots.num_free == 2
 
 
-class BrokenRunner:
-    def run(self, plan: StepPlan) -> StepResult:
-        raise RuntimeError("a kernel failed")
-
-
 def test_63_a_step_that_fails_ends_its_requests_with_an_error_and_nothing_leaks() -> None:
     bench = Bench(max_num_seqs=1)
-    broken = Engine(bench.scheduler, BrokenRunner())
     bench.submit(a_request("in the step", [1]))
     bench.submit(a_request("not yet", [2]))
-    (reply,) = broken.step()
-    assert reply.chunk.finish_reason is FinishReason.ERROR
-    assert reply.chunk.error is not None and reply.chunk.error.kind is ErrorKind.INTERNAL
-    assert "kernel" not in reply.chunk.error.message, "internals are for the log"
+    bench.runner.failures = 1
     bench.finish()
+    error = bench.errors["in the step"]
+    assert error.kind is ErrorKind.INTERNAL
+    assert "kernel" not in error.message, "internals are for the log"
     assert bench.tokens["not yet"] == generate([2], 3)
     assert bench.drained()
 
 
 def test_an_engine_that_fails_every_step_does_not_go_on_swallowing_requests() -> None:
     bench = Bench()
-    broken = Engine(bench.scheduler, BrokenRunner())
+    bench.runner.failures = MAX_FAILED_STEPS
     for i in range(MAX_FAILED_STEPS - 1):
-        bench.submit(a_request(str(i), [1]))
-        assert len(broken.step()) == 1
+        bench.submit(a_request(str(i), [1], max_tokens=1))
+        bench.finish()
+    assert list(bench.errors) == ["0", "1"]
     bench.submit(a_request("last", [1]))
     with pytest.raises(RuntimeError, match="a kernel failed"):
-        broken.step()
+        bench.finish()
 
 
 def test_limits_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="max_num_seqs must be at least 1"):
-        SchedulerConfig(max_num_seqs=0, max_num_batched_tokens=1, vocab_size=1)
+        SchedulerConfig(max_num_seqs=0, max_num_batched_tokens=1, max_model_len=2, vocab_size=1)
     with pytest.raises(ValueError, match="a full decode step would not fit"):
-        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7, vocab_size=1)
-
-
-prompts = st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=20), min_size=1, max_size=8)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    prompts=prompts,
-    max_tokens=st.integers(1, 12),
-    num_blocks=st.integers(10, 20),
-    block_size=st.sampled_from([3, 4, 7]),
-    budget=st.integers(4, 24),
-)
-def test_everybody_gets_what_they_would_get_alone(
-    prompts: list[list[int]], max_tokens: int, num_blocks: int, block_size: int, budget: int
-) -> None:
-    bench = Bench(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=budget)
-    for i, prompt in enumerate(prompts):
-        bench.submit(a_request(str(i), prompt, max_tokens))
-    bench.finish()
-    for i, prompt in enumerate(prompts):
-        if str(i) not in bench.errors:
-            assert bench.tokens[str(i)] == generate(prompt, max_tokens)
-    assert bench.drained()
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Arrivals, steps and aborts in any order; invariants after each, and nobody reads another's rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bench = Bench(num_blocks=9, block_size=3, num_slots=4, max_num_seqs=3, max_num_batched_tokens=7)
-        self.requests: dict[str, EngineRequest] = {}
-
-    @rule(prompt=st.lists(st.integers(0, 9), min_size=1, max_size=14), max_tokens=st.integers(1, 9))
-    def submit(self, prompt: list[int], max_tokens: int) -> None:
-        request = a_request(f"r{len(self.requests)}", prompt, max_tokens)
-        self.requests[request.request_id] = request
-        self.bench.submit(request)
-
-    @rule()
-    def step(self) -> None:
-        self.bench.step()
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        self.bench.engine.abort(RequestId(data.draw(st.sampled_from(sorted(self.requests)))), 1)
-
-    @invariant()
-    def consistent(self) -> None:
-        self.bench.engine.check()
-
-    @invariant()
-    def every_token_is_right(self) -> None:
-        for name, tokens in self.bench.tokens.items():
-            assert tokens == generate(self.requests[name].prompt_token_ids, len(tokens))
-
-    def teardown(self) -> None:
-        self.bench.finish()
-        assert self.bench.drained()
-
-
-TestEngineMachine = EngineMachine.TestCase
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7, max_model_len=2, vocab_size=1)

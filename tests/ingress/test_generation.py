@@ -1,15 +1,20 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
-from shoal.actors.ingress.detokenizer import Detokenizer, TokenBytes
+from shoal.actors.ingress.detokenizer import TokenBytes
 from shoal.actors.ingress.errors import ApiError
-from shoal.actors.ingress.generation import TextDelta, Transcript, text_deltas
-from shoal.actors.ingress.stop_strings import StopStrings
+from shoal.actors.ingress.generation import KEEP_ALIVE_S, Deadline, text_deltas
+from shoal.actors.ingress.intake import Asked
+from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId, TokenChunk
+from shoal.kvstore.block_hash import BlockKey
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
+from tests.ingress.virtual_time import run_in_virtual_time
 
 REQUEST = EngineRequest(
     request_id=RequestId("cmpl-1"),
@@ -18,6 +23,7 @@ REQUEST = EngineRequest(
     max_tokens=9,
     stop_token_ids=frozenset(),
 )
+TABLE = TokenBytes(the_byte_level_tokenizer())
 
 
 def chunk(text: str, finish_reason: FinishReason | None = None, attempt: int = 2) -> TokenChunk:
@@ -29,68 +35,135 @@ def chunk(text: str, finish_reason: FinishReason | None = None, attempt: int = 2
     )
 
 
-class Recorded:
-    """A dispatcher with these chunks, and whether its context is still open."""
+Item = TokenChunk | float
+"""A chunk, or seconds of silence."""
 
-    def __init__(self, chunks: Sequence[TokenChunk]) -> None:
-        self.chunks = chunks
-        self.is_open = False
+
+class Recorded:
+    """A dispatcher that says of each prompt what is written here, and the prompts it still works for."""
+
+    def __init__(self, *speeches: Sequence[Item]) -> None:
+        self.speeches = speeches
+        self.open_prompts: set[int] = set()
 
     @asynccontextmanager
-    async def open(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[TokenChunk]]:
-        self.is_open = True
+    async def open(
+        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+    ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
+        [prompt] = request.prompt_token_ids
+        self.open_prompts.add(prompt)
         try:
-            yield self._speak()
+            yield self._speak(self.speeches[prompt])
         finally:
-            self.is_open = False
+            self.open_prompts.remove(prompt)
 
-    async def _speak(self) -> AsyncIterator[TokenChunk]:
-        for one in self.chunks:
-            yield one
+    async def _speak(self, speech: Sequence[Item]) -> AsyncIterator[TokenChunk]:
+        for item in speech:
+            if isinstance(item, TokenChunk):
+                yield item
+            await asyncio.sleep(item if isinstance(item, float) else 0.001)
 
     def ready(self) -> bool:
         return True
 
+    async def reset_prefix_cache(self) -> bool:
+        return True
 
-def told(dispatcher: Recorded, *stops: str, at_most: int = 9) -> list[tuple[TextDelta, bool]]:
-    """Each delta, and whether the request was still open on its engine then."""
 
-    async def tell() -> list[tuple[TextDelta, bool]]:
-        table = TokenBytes(the_byte_level_tokenizer())
-        transcript = Transcript(REQUEST, Detokenizer(table, REQUEST.prompt_token_ids), StopStrings(stops))
-        seen: list[tuple[TextDelta, bool]] = []
-        async with aclosing(text_deltas(dispatcher, REQUEST, transcript)) as deltas:
+Heard = list[tuple[int, TextDelta] | None]
+
+
+class Listening:
+    """What was heard of a dispatcher, when, and which prompts were being computed then."""
+
+    def __init__(self, dispatcher: Recorded, *stops: str) -> None:
+        self.dispatcher = dispatcher
+        self.stops = stops
+        self.heard: Heard = []
+        self.open_prompts: list[set[int]] = []
+        self.times: list[float] = []
+
+    def listen(self, *, at_most: int = 99, timeout_s: float = 600.0) -> "Listening":
+        run_in_virtual_time(self._listen(at_most, timeout_s))
+        assert self.dispatcher.open_prompts == set()
+        return self
+
+    async def _listen(self, at_most: int, timeout_s: float) -> None:
+        now = asyncio.get_running_loop().time
+        deadline = Deadline(arrived=now(), timeout_s=timeout_s)
+        choices = [
+            Transcript(Asked(request=replace(REQUEST, prompt_token_ids=(i,)), stop=self.stops), TABLE)
+            for i in range(len(self.dispatcher.speeches))
+        ]
+        async with aclosing(text_deltas(self.dispatcher, choices, deadline, Metrics())) as deltas:
             async for delta in deltas:
-                seen.append((delta, dispatcher.is_open))
-                if len(seen) == at_most:
-                    break
-        return seen
-
-    return asyncio.run(tell())
+                self.heard.append(delta)
+                self.open_prompts.append(set(self.dispatcher.open_prompts))
+                self.times.append(round(now() - deadline.arrived, 2))
+                if len(self.heard) == at_most:
+                    return
 
 
 def test_the_request_is_closed_before_its_last_words_are_passed_on() -> None:
-    dispatcher = Recorded([chunk("alpha"), chunk(" beta gamma delta")])
-    assert told(dispatcher, "gamma") == [
-        (TextDelta(text="alpha"), True),
-        (TextDelta(text=" beta ", finish_reason="stop"), False),
+    dispatcher = Recorded([chunk("alpha"), chunk(" beta gamma delta"), 1e9])
+    listening = Listening(dispatcher, "gamma").listen()
+    assert listening.heard == [
+        (0, TextDelta(text="alpha")),
+        (0, TextDelta(text=" beta ", finish_reason="stop")),
     ]
+    assert listening.open_prompts == [{0}, set()]
 
 
 def test_a_reader_that_stops_early_closes_the_request() -> None:
     dispatcher = Recorded([chunk("alpha"), chunk(" beta")])
-    assert told(dispatcher, at_most=1) == [(TextDelta(text="alpha"), True)]
-    assert not dispatcher.is_open
+    assert Listening(dispatcher).listen(at_most=1).heard == [(0, TextDelta(text="alpha"))]
 
 
 def test_another_attempt_is_not_heard() -> None:
     dispatcher = Recorded([chunk("old", FinishReason.LENGTH, attempt=1), chunk("the", FinishReason.LENGTH)])
-    assert told(dispatcher) == [(TextDelta(text="the", finish_reason="length"), False)]
+    assert Listening(dispatcher).listen().heard == [(0, TextDelta(text="the", finish_reason="length"))]
 
 
 def test_a_stream_must_say_why_it_ends() -> None:
-    dispatcher = Recorded([chunk("alpha")])
+    listening = Listening(Recorded([chunk("alpha")]))
     with pytest.raises(ApiError) as raised:
-        told(dispatcher)
+        listening.listen()
     assert raised.value.status == 500
-    assert not dispatcher.is_open
+    assert listening.dispatcher.open_prompts == set()
+
+
+def test_case_73_prompts_are_answered_side_by_side() -> None:
+    dispatcher = Recorded(
+        [chunk("alpha"), 5.0, chunk(" beta", FinishReason.LENGTH)],
+        [2.0, chunk("the", FinishReason.LENGTH)],
+    )
+    assert Listening(dispatcher).listen().heard == [
+        (0, TextDelta(text="alpha")),
+        (1, TextDelta(text="the", finish_reason="length")),
+        (0, TextDelta(text=" beta", finish_reason="length")),
+    ]
+
+
+def test_case_73_one_that_fails_ends_the_others() -> None:
+    listening = Listening(Recorded([chunk("alpha"), 1e9], [1.0, chunk("", FinishReason.ABORT)]))
+    with pytest.raises(ApiError) as raised:
+        listening.listen()
+    assert raised.value.code == "engine_lost"
+    assert listening.heard == [(0, TextDelta(text="alpha"))]
+    assert listening.dispatcher.open_prompts == set()
+
+
+def test_silence_is_reported_again_and_again() -> None:
+    listening = Listening(Recorded([40.0, chunk("alpha"), 20.0, chunk("", FinishReason.LENGTH)])).listen()
+    assert [delta and delta[1].text for delta in listening.heard] == [None, None, "alpha", None, ""]
+    assert listening.times == [KEEP_ALIVE_S, 2 * KEEP_ALIVE_S, 40.0, 40.0 + KEEP_ALIVE_S, 60.0]
+
+
+@pytest.mark.parametrize("speech", [[1e9], [chunk("the"), 10.0] * 10], ids=["silent", "slow"])
+def test_at_the_deadline_the_request_is_closed(speech: list[Item]) -> None:
+    listening = Listening(Recorded(speech, [1.0, chunk("the", FinishReason.LENGTH)]))
+    with pytest.raises(ApiError, match="within 25 seconds") as raised:
+        listening.listen(timeout_s=25.0)
+    assert (raised.value.status, raised.value.code) == (504, "timeout")
+    assert listening.times[-1] <= 25.0
+    assert listening.dispatcher.open_prompts == set()

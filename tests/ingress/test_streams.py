@@ -16,12 +16,15 @@ from shoal.actors.messages import (
     FinishReason,
     IngressId,
     Placement,
+    PlacementRequest,
     RequestId,
     TokenBatch,
     TokenChunk,
 )
+from shoal.kvstore.block_hash import BlockKey
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
+KEYS = (BlockKey(b"first block"),)
 REQUEST = EngineRequest(
     request_id=RequestId("r"),
     attempt=1,
@@ -63,6 +66,8 @@ class FakeEngine:
     aborted: list[tuple[object, ...]] = field(default_factory=list)
     num_streams: int = 0
     submit_error: Exception | None = None
+    reset_error: Exception | None = None
+    num_resets: int = 0
     answer: list[TokenBatch | Exception] = field(default_factory=list)
     """What its stream brings once a request is submitted."""
     outbox: asyncio.Queue[TokenBatch | Exception] = field(default_factory=asyncio.Queue)
@@ -71,6 +76,7 @@ class FakeEngine:
         self.stream = Method(self._stream)
         self.submit = Method(self._submit)
         self.abort = Method(lambda *args: self.aborted.append(args))
+        self.reset_prefix_cache = Method(self._reset)
 
     async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
         self.num_streams += 1
@@ -86,6 +92,10 @@ class FakeEngine:
             self.outbox.put_nowait(item)
         return Ref(self.submit_error)
 
+    def _reset(self) -> Ref:
+        self.num_resets += 1
+        return Ref(self.reset_error)
+
     def say(self, *tokens: int, end: FinishReason | None = None, attempt: int = 1) -> None:
         chunk = TokenChunk(request_id=RequestId("r"), attempt=attempt, token_ids=tokens, finish_reason=end)
         self.answer.append(TokenBatch(chunks=(chunk,)))
@@ -96,13 +106,13 @@ class FakeRouter:
 
     def __init__(self, *engines: EngineId) -> None:
         self.place = Method(self._place)
-        self.excluded: list[frozenset[EngineId]] = []
+        self.asked: list[PlacementRequest] = []
         self._engines = engines
 
-    def _place(self, request_id: RequestId, attempt: int, exclude: frozenset[EngineId]) -> Ref:
-        self.excluded.append(exclude)
-        left = [engine for engine in self._engines if engine not in exclude]
-        return Ref(Placement(engine_id=left[0]) if left else None)
+    def _place(self, request: PlacementRequest) -> Ref:
+        self.asked.append(request)
+        left = [engine for engine in self._engines if engine not in request.exclude]
+        return Ref(Placement(engine_id=left[0], expected_hit_tokens=0) if left else None)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -110,7 +120,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 async def all_chunks(streams: EngineStreams) -> list[TokenChunk]:
-    async with streams.open(REQUEST) as chunks:
+    async with streams.open(REQUEST, KEYS) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -121,8 +131,8 @@ def only_error(chunks: list[TokenChunk]) -> ErrorKind:
 
 
 async def _a_request_to_its_end() -> None:
-    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine})
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
+    await streams.introduce(router, {A: engine})
     engine.say(5)
     engine.say(66, attempt=2)
     engine.say(6, end=FinishReason.LENGTH)
@@ -130,6 +140,8 @@ async def _a_request_to_its_end() -> None:
     assert [chunk.token_ids for chunk in chunks] == [(5,), (6,)], "another attempt's tokens are not heard"
     assert engine.submitted == [REQUEST]
     assert engine.aborted == []
+    (asked,) = router.asked
+    assert (asked.num_prompt_tokens, asked.block_keys) == (2, KEYS)
 
 
 def test_a_request_to_its_end() -> None:
@@ -140,7 +152,7 @@ async def _leaving_early_aborts() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
     await streams.introduce(FakeRouter(A), {A: engine})
     engine.say(5)
-    async with streams.open(REQUEST) as chunks:
+    async with streams.open(REQUEST, KEYS) as chunks:
         await anext(chunks)
     ((request_id, attempt, submit),) = engine.aborted
     assert (request_id, attempt) == ("r", 1)
@@ -174,7 +186,7 @@ async def _a_lost_engine_is_not_offered_again() -> None:
     await asyncio.sleep(0.01)  # the pump hears of it; neither router nor supervisor knows yet
     alive.say(7, end=FinishReason.LENGTH)
     assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,)]
-    assert router.excluded == [frozenset({A})]
+    assert [request.exclude for request in router.asked] == [frozenset({A})]
     assert dead.submitted == []
 
 
@@ -222,3 +234,23 @@ async def _a_submit_that_fails() -> None:
 
 def test_a_submit_that_fails_is_an_error_of_its_request() -> None:
     run(_a_submit_that_fails())
+
+
+async def _resetting_the_prefix_caches() -> None:
+    alive, mute, dead = (
+        FakeEngine(),
+        FakeEngine(reset_error=ActorUnavailableError("away", None)),
+        FakeEngine(),
+    )
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), {A: alive, B: dead})
+    dead.outbox.put_nowait(ActorDiedError())
+    await asyncio.sleep(0.01)  # the pump hears of it
+    assert await streams.reset_prefix_cache(), "what is gone holds nothing"
+    await streams.introduce(FakeRouter(A), {A: alive, B: mute})
+    assert not await streams.reset_prefix_cache()
+    assert (alive.num_resets, mute.num_resets, dead.num_resets) == (2, 1, 0)
+
+
+def test_resetting_asks_every_engine_and_says_if_one_did_not_answer() -> None:
+    run(_resetting_the_prefix_caches())

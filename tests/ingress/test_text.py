@@ -1,4 +1,3 @@
-import asyncio
 import json
 import subprocess
 import sys
@@ -28,11 +27,11 @@ def codec(
 
 def chat(codec: TextCodec, *messages: tuple[str, str]) -> tuple[int, ...]:
     conversation = [ChatMessage.model_validate({"role": r, "content": c}) for r, c in messages]
-    return asyncio.run(codec.encode_chat(conversation))
+    return codec.encode_chat(conversation)
 
 
 def prompt(codec: TextCodec, text: str) -> tuple[int, ...]:
-    return asyncio.run(codec.encode_prompt(text))
+    return codec.encode_prompt(text)
 
 
 def decoded(token_ids: Sequence[int]) -> str:
@@ -121,10 +120,10 @@ def test_truncation_left_over_from_training_is_ignored(tmp_path: Path) -> None:
 def test_the_front_door_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, byte_level_tokenizer())
     program = (
-        "import json, sys, asyncio, shoal.actors.ingress.app;"
+        "import json, sys, shoal.actors.ingress.app;"
         "from shoal.actors.ingress.text import ChatMessage, TextCodec;"
         f"codec = TextCodec.load({str(folder)!r});"
-        "asyncio.run(codec.encode_chat([ChatMessage(role='user', content='Hi')]));"
+        "codec.encode_chat([ChatMessage(role='user', content='Hi')]);"
         "print(json.dumps(sorted({'torch', 'ray'} & sys.modules.keys())))"
     )
     environment = {"PYTHONPATH": ":".join(sys.path)}

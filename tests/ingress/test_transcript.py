@@ -1,20 +1,31 @@
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.actors.ingress.detokenizer import Detokenizer, TokenBytes
+from shoal.actors.ingress.detokenizer import TokenBytes
 from shoal.actors.ingress.errors import ApiError
-from shoal.actors.ingress.generation import TextDelta, Transcript, first_attempt, output_budget
-from shoal.actors.ingress.protocol import CompletionRequest, Usage
-from shoal.actors.ingress.stop_strings import StopStrings
-from shoal.actors.messages import EngineRequest, ErrorKind, FinishReason, RequestError, RequestId, TokenChunk
+from shoal.actors.ingress.intake import Asked
+from shoal.actors.ingress.protocol import Usage
+from shoal.actors.ingress.transcript import TextDelta, Transcript
+from shoal.actors.messages import (
+    EngineRequest,
+    ErrorKind,
+    FinishReason,
+    RequestError,
+    RequestId,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprob,
+)
 from tests.ingress.checkpoints import byte_level_tokenizer, token_id
 
 TOKENIZER = byte_level_tokenizer()
 TOKEN_BYTES = TokenBytes(TOKENIZER)
-EOS = token_id(TOKENIZER, "</s>")
+BOS, EOS = token_id(TOKENIZER, "<s>"), token_id(TOKENIZER, "</s>")
 REQUEST = EngineRequest(
     request_id=RequestId("cmpl-1"),
     attempt=1,
@@ -25,7 +36,7 @@ REQUEST = EngineRequest(
 
 
 def transcript(*stops: str) -> Transcript:
-    return Transcript(REQUEST, Detokenizer(TOKEN_BYTES, REQUEST.prompt_token_ids), StopStrings(stops))
+    return Transcript(Asked(request=REQUEST, stop=stops), TOKEN_BYTES)
 
 
 def chunk(
@@ -47,7 +58,7 @@ def test_tokens_become_text_and_are_counted() -> None:
     said = transcript()
     assert said.feed(chunk("alpha")) == TextDelta(text="alpha")
     assert said.feed(chunk(" beta", FinishReason.LENGTH)) == TextDelta(text=" beta", finish_reason="length")
-    assert said.usage == Usage(prompt_tokens=3, completion_tokens=5, total_tokens=8)
+    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=5, cached_tokens=0)
 
 
 def test_the_stop_token_is_counted_and_not_shown() -> None:
@@ -118,36 +129,94 @@ def test_text_and_usage_do_not_depend_on_the_chunks(
     assert told(sorted(cut for cut in cuts if cut < len(token_ids))) == told([])
 
 
-def budget(num_prompt_tokens: int, wanted: int | None, default: int | None = 16) -> int:
-    return output_budget(num_prompt_tokens, wanted=wanted, default=default, max_model_len=128, param="prompt")
+def scored_transcript(*stops: str, min_tokens: int = 0) -> Transcript:
+    request = replace(REQUEST, logprobs=1, sampling=SamplingParams(min_tokens=min_tokens))
+    return Transcript(Asked(request=request, stop=stops), TOKEN_BYTES)
 
 
-def test_case_74_only_a_length_that_nobody_asked_for_is_clamped() -> None:
-    assert budget(100, wanted=28) == 28
-    assert budget(100, wanted=None) == 16
-    assert budget(120, wanted=None) == 8
-    assert budget(100, wanted=None, default=None) == 28
-    with pytest.raises(ApiError, match=r"128 tokens, but 200 were requested: 100 in the prompt and 100 for"):
-        budget(100, wanted=100)
+def scored_chunk(token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> TokenChunk:
+    logprobs = tuple(TokenLogprob(logprob=-one / 64, top=((one, -0.5), (EOS, -2.0))) for one in token_ids)
+    return replace(chunk(token_ids, finish_reason), logprobs=logprobs)
 
 
-@pytest.mark.parametrize("num_prompt_tokens", [128, 129])
-def test_case_43_a_prompt_that_leaves_no_room_is_refused(num_prompt_tokens: int) -> None:
-    with pytest.raises(ApiError, match=rf"128 tokens, but the prompt has {num_prompt_tokens}") as raised:
-        budget(num_prompt_tokens, wanted=None)
-    assert raised.value.body["error"]["code"] == "context_length_exceeded"
+def test_every_counted_token_is_scored_where_its_text_begins() -> None:
+    said = scored_transcript()
+    tokens = TOKENIZER.encode("é the").ids
+    delta = said.feed(scored_chunk([*tokens, EOS], FinishReason.STOP))
+    assert b"".join(token.written for token in delta.tokens) == "é the</s>".encode()
+    for index, token in enumerate(delta.tokens):
+        before = b"".join(one.written for one in delta.tokens[:index])
+        assert token.offset == len(before.decode(errors="ignore"))
+    assert [token.logprob for token in delta.tokens] == [-one / 64 for one in (*tokens, EOS)]
+    assert delta.tokens[0].top == ((delta.tokens[0].written, -0.5), (b"</s>", -2.0))
+    assert len(delta.tokens) == said.usage.completion_tokens
 
 
-def test_the_seed_is_fixed_on_arrival() -> None:
-    def seed(**fields: int) -> int:
-        return first_attempt(
-            CompletionRequest.model_validate({"prompt": "", **fields}),
-            request_id=RequestId("cmpl-1"),
-            prompt_token_ids=(0,),
-            max_tokens=1,
-            stop_token_ids=frozenset(),
-        ).sampling.seed
+def test_tokens_behind_a_stop_string_are_not_scored() -> None:
+    said = scored_transcript("beta gamma")
+    tokens = TOKENIZER.encode("alpha beta gamma delta").ids  # al pha _b et a _gam ma _ de l ta
+    assert said.feed(scored_chunk(tokens[:4])).text == "alpha "
+    delta = said.feed(scored_chunk(tokens[4:]))
+    assert [token.written for token in delta.tokens] == [b"a", b" gam", b"ma"]
 
-    assert seed(seed=-5) == -5
-    assert 0 <= seed() < 2**63
-    assert seed() != seed()
+
+def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
+    said = scored_transcript("a", min_tokens=3)
+    tokens = TOKENIZER.encode("alpha alpha").ids  # al pha _al pha
+    assert said.feed(scored_chunk(tokens)).text == "alpha alph"
+
+
+def test_cached_tokens_are_in_the_usage() -> None:
+    said = transcript()
+    said.feed(replace(chunk("alpha"), num_cached_tokens=2))
+    said.feed(chunk("alpha", FinishReason.LENGTH))
+    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
+
+
+def echoing(
+    text: str, prompt: Sequence[int], *, logprobs: int | None = 0, silent: bool = False
+) -> Transcript:
+    request = replace(REQUEST, prompt_token_ids=tuple(prompt), logprobs=logprobs, prompt_logprobs=logprobs)
+    return Transcript(Asked(request=request, echo=text, is_silent=silent), TOKEN_BYTES)
+
+
+def prompt_chunk(token_ids: Sequence[int]) -> TokenChunk:
+    logprobs = tuple(TokenLogprob(logprob=-one / 64) for one in token_ids)
+    return replace(chunk(), prompt_logprobs=logprobs)
+
+
+def test_an_echo_is_said_at_once_and_scored_piece_by_piece() -> None:
+    prompt = [BOS, *TOKENIZER.encode("the fox").ids]
+    said = echoing("the fox", prompt)
+    first, second, third = (
+        said.feed(prompt_chunk(prompt[1:3])),
+        said.feed(prompt_chunk(prompt[3:])),
+        said.feed(scored_chunk(TOKENIZER.encode(" a").ids, FinishReason.LENGTH)),
+    )
+    assert [first.text, second.text, third.text] == ["the fox", "", " a"]
+    tokens = (*first.tokens, *second.tokens, *third.tokens)
+    assert [token.logprob for token in tokens][:3] == [None, -prompt[1] / 64, -prompt[2] / 64]
+    assert b"".join(token.written for token in tokens) == b"<s>the fox a"
+    assert [token.offset for token in tokens] == [0, 0, *accumulate(len(t.written) for t in tokens[1:-1])]
+    assert len(tokens) == said.usage.total_tokens
+
+
+def test_special_tokens_that_were_written_have_their_width() -> None:
+    text = "the<|im_end|>the"
+    prompt = [BOS, *TOKENIZER.encode(text).ids]
+    delta = echoing(text, prompt).feed(prompt_chunk(prompt[1:]))
+    assert [text[token.offset :].encode().startswith(token.written) for token in delta.tokens[1:]] == [
+        True
+    ] * len(prompt[1:])
+
+
+def test_an_echo_alone_says_nothing_else() -> None:
+    said = echoing("t", [BOS, token_id(TOKENIZER, "t")], silent=True)
+    delta = said.feed(scored_chunk([EOS], FinishReason.STOP))
+    assert (delta.text, delta.finish_reason) == ("t", "length")
+    assert said.usage == Usage.of(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
+
+
+def test_an_echo_without_logprobs_is_only_text() -> None:
+    said = echoing("t", [BOS, token_id(TOKENIZER, "t")], logprobs=None)
+    assert said.feed(chunk("a")) == TextDelta(text="ta")

@@ -3,7 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,8 @@ from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.pools import Pools
-from shoal.actors.engine.runner import ModelRunner, PagedPool
+from shoal.actors.engine.prefix_cache import PrefixCacheName
+from shoal.actors.engine.runner import ModelRunner, PagedPool, TokenRows
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
 from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
@@ -41,7 +42,7 @@ class LookingRunner:
     def run(self, plan: StepPlan) -> StepResult:
         hidden = self._runner.hidden_states(plan)
         rows = [(s.sequence_id, position) for s in plan.sequences for position in range(s.start, s.end)]
-        watched = [i for i, (sequence, _) in enumerate(rows) if sequence in self._watched]
+        watched = [i for i, (s, _) in enumerate(rows) if s in self._watched]
         for first in range(0, len(watched), MAX_LOGITS):
             some = watched[first : first + MAX_LOGITS]
             for row, logits in zip(some, self._decoder.logits(hidden[some]), strict=True):
@@ -55,6 +56,7 @@ class Recording:
 
     digests: dict[SequenceId, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
 
     def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
@@ -74,6 +76,66 @@ class Setup:
     """None: as many as the requests can need together."""
     block_size: int = 128
     kv_cache_dtype: KVDtype = "float32"
+    prefix_cache: PrefixCacheName = "naive"
+    max_model_len: int = 2048
+
+
+class Served:
+    """One engine that serves request after request; sequences are numbered as they come, from 1."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        setup: Setup,
+        *,
+        watch: Sequence[int],
+        look: Look | None = None,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            max_model_len=setup.max_model_len,
+            vocab_size=loaded.config.vocab_size,
+        )
+        assert setup.num_blocks is not None
+        self.recording = Recording()
+        layout = loaded.block_layout(setup.block_size, setup.kv_cache_dtype)
+        pool = PagedPool(layout, setup.num_blocks, DEVICE)
+        pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
+        decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
+        rows = TokenRows(
+            num_rows=config.num_rows,
+            max_model_len=setup.max_model_len,
+            block_size=setup.block_size,
+            device=DEVICE,
+        )
+        runner = ModelRunner(decoder, pool, rows, setup.backend, DEVICE)
+        pools = Pools(
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            num_rows=config.num_rows,
+            cache=setup.prefix_cache,
+        )
+        self._scheduler = Scheduler(config, pools)
+        watched = frozenset(SequenceId(number) for number in watch)
+        self.engine = Engine(
+            self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, watched)
+        )
+
+    def serve(self, requests: Sequence[EngineRequest]) -> Recording:
+        """Run the requests to their end; the recording holds all since the engine was built."""
+        for request in requests:
+            assert not self.engine.submit(request, INGRESS)
+        while self.engine.has_work:
+            for reply in self.engine.step():
+                chunk = reply.chunk
+                assert chunk.error is None, chunk.error
+                self.recording.tokens[chunk.request_id] += chunk.token_ids
+                if chunk.num_cached_tokens is not None:
+                    self.recording.num_cached_tokens[chunk.request_id] = chunk.num_cached_tokens
+        self.engine.check()
+        self.recording.num_preemptions = self._scheduler.num_preemptions
+        return self.recording
 
 
 def serve(
@@ -85,29 +147,8 @@ def serve(
     look: Look | None = None,
 ) -> Recording:
     """Run the requests to their end. They are sequences 1, 2, ... in order; `watch` says which to look at."""
-    recording = Recording()
-    decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
-    layout = loaded.block_layout(setup.block_size, setup.kv_cache_dtype)
     num_blocks = setup.num_blocks or _blocks_needed(requests, setup.block_size)
-    pool = PagedPool(layout, num_blocks, DEVICE)
-    pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
-    runner = ModelRunner(decoder, pool, setup.backend, DEVICE)
-    config = SchedulerConfig(
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        vocab_size=loaded.config.vocab_size,
-    )
-    scheduler = Scheduler(config, Pools(num_blocks=num_blocks, block_size=setup.block_size))
-    watched = frozenset(SequenceId(number) for number in watch)
-    engine = Engine(scheduler, LookingRunner(runner, decoder, look or recording.look, watched))
-    for request in requests:
-        assert not engine.submit(request, INGRESS)
-    while engine.num_requests:
-        for reply in engine.step():
-            assert reply.chunk.error is None, reply.chunk.error
-            recording.tokens[reply.chunk.request_id] += reply.chunk.token_ids
-    recording.num_preemptions = scheduler.num_preemptions
-    return recording
+    return Served(loaded, replace(setup, num_blocks=num_blocks), watch=watch, look=look).serve(requests)
 
 
 def _blocks_needed(requests: Sequence[EngineRequest], block_size: int) -> int:

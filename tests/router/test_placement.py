@@ -1,97 +1,321 @@
-"""Least loaded, with our own recent placements counted."""
+"""Prefix hits and load in one cost: worked examples, then the herds that users of other routers have seen."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from shoal.actors.messages import EngineId, EngineLoad, RequestId
-from shoal.actors.router.placement import NOTE_LIFETIME_S, LeastLoaded
+from shoal.actors.messages import (
+    EngineId,
+    EngineReport,
+    Placement,
+    PlacementRequest,
+    PrefixSnapshot,
+    RequestId,
+)
+from shoal.actors.router.placement import (
+    EXPECTATION_LIFETIME_S,
+    NOTE_LIFETIME_S,
+    OUTPUT_TOKENS,
+    CheapestEngine,
+)
+from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
-A, B = EngineId("engine-a"), EngineId("engine-b")
+A, B, C, D = (EngineId(f"engine-{letter}") for letter in "abcd")
+BLOCK = 16
+ROOT = root_key(b"model", "")
+
+Tokens = tuple[int, ...]
+
+
+def tokens(start: int, length: int) -> Tokens:
+    """Different starts have nothing in common."""
+    return tuple(range(start * 100_000, start * 100_000 + length))
+
+
+def keys(prompt: Tokens) -> tuple[BlockKey, ...]:
+    return tuple(extend_keys(ROOT, prompt, BLOCK))
 
 
 @dataclass
-class Clock:
-    now: float = 0.0
+class Engine:
+    """An engine's own account, and what it has said of it."""
 
-    def __call__(self) -> float:
-        return self.now
+    engine_id: EngineId
+    tokens_per_s: float = 1000.0
+    held: set[BlockKey] = field(default_factory=set)
+    running: dict[RequestId, int] = field(default_factory=dict)  # tokens not computed yet
+    sequence: int = 0
+
+    def report(
+        self, *received: str, stored: tuple[BlockKey, ...] = (), removed: tuple[BlockKey, ...] = ()
+    ) -> EngineReport:
+        self.sequence += 1
+        self.held = self.held | set(stored) - set(removed)
+        return EngineReport(
+            engine_id=self.engine_id,
+            sequence=self.sequence,
+            num_requests=len(self.running),
+            uncomputed_tokens=sum(self.running.values()),
+            tokens_per_s=self.tokens_per_s,
+            received=tuple((RequestId(name), 1) for name in received),
+            stored=stored,
+            removed=removed,
+        )
+
+    def snapshot(self) -> PrefixSnapshot:
+        return PrefixSnapshot(
+            engine_id=self.engine_id, sequence=self.sequence, block_keys=tuple(sorted(self.held))
+        )
 
 
-def a_placement(*engines: EngineId) -> tuple[LeastLoaded, Clock]:
-    clock = Clock()
-    placement = LeastLoaded(clock)
-    placement.set_engines(engines)
-    return placement, clock
+class Cluster:
+    """A placement among engines that are in step with it, and a clock that only the test moves."""
 
+    def __init__(self, *engine_ids: EngineId) -> None:
+        self.now = 0.0
+        self.num_snapshots = 0
+        self.engines = {engine_id: Engine(engine_id) for engine_id in engine_ids}
+        self.placement = CheapestEngine(block_size=BLOCK, clock=lambda: self.now)
+        self.placement.set_engines(engine_ids)
+        self.answer_snapshots()
+        self._num_requests = 0
 
-def load(engine: EngineId, sequence: int, num_requests: int, *received: str) -> EngineLoad:
-    pairs = tuple((RequestId(name), 1) for name in received)
-    return EngineLoad(engine_id=engine, sequence=sequence, num_requests=num_requests, received=pairs)
+    def answer_snapshots(self) -> None:
+        for engine_id in self.placement.take_snapshot_requests():
+            self.num_snapshots += 1
+            self.placement.restore(self.engines[engine_id].snapshot())
 
+    def place(self, prompt: Tokens, *exclude: EngineId, name: str = "") -> Placement:
+        self._num_requests += 1
+        placed = self.placement.place(
+            PlacementRequest(
+                request_id=RequestId(name or f"r{self._num_requests}"),
+                attempt=1,
+                num_prompt_tokens=len(prompt),
+                block_keys=keys(prompt),
+                exclude=frozenset(exclude),
+            )
+        )
+        assert placed is not None
+        return placed
 
-def place(placement: LeastLoaded, *names: str) -> list[EngineId | None]:
-    return [placement.place(RequestId(name), 1) for name in names]
+    def where(self, prompt: Tokens, *exclude: EngineId) -> EngineId:
+        return self.place(prompt, *exclude).engine_id
+
+    def hear(self, engine_id: EngineId, *received: str, stored: Tokens = (), removed: Tokens = ()) -> None:
+        report = self.engines[engine_id].report(*received, stored=keys(stored), removed=keys(removed))
+        self.placement.report(report)
+        self.answer_snapshots()
+
+    def serve(self, prompt: Tokens, *, name: str, takes_s: float = 0.0) -> Placement:
+        """A whole request: placed, computed, reported."""
+        placed = self.place(prompt, name=name)
+        self.now += takes_s
+        self.hear(placed.engine_id, name, stored=prompt)
+        return placed
 
 
 def test_without_engines_there_is_no_place() -> None:
-    placement, _ = a_placement()
-    assert place(placement, "r") == [None]
+    placement = CheapestEngine(block_size=BLOCK, clock=lambda: 0.0)
+    request = PlacementRequest(request_id=RequestId("r"), attempt=1, num_prompt_tokens=10)
+    assert placement.place(request) is None
+    placement.set_engines([A])
+    assert placement.place(request) == Placement(engine_id=A, expected_hit_tokens=0)
+
+
+def test_a_request_goes_where_its_prefix_is() -> None:
+    cluster = Cluster(A, B, C)
+    cluster.hear(B, stored=tokens(1, 320))
+    assert cluster.place(tokens(1, 320) + tokens(2, 50)) == Placement(engine_id=B, expected_hit_tokens=320)
+
+
+def test_a_hit_leaves_the_last_token_to_compute() -> None:
+    cluster = Cluster(A)
+    cluster.hear(A, stored=tokens(1, 64))
+    assert cluster.place(tokens(1, 64)).expected_hit_tokens == 48
+    assert cluster.place(tokens(1, 65)).expected_hit_tokens == 64
+
+
+def test_a_longer_hit_loses_when_more_work_stands_before_it() -> None:
+    """Computing 100 tokens anew costs as much as standing behind 400."""
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 112))
+    prompt = tokens(1, 112) + tokens(2, 10)
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS - 1
+    cluster.hear(A)
+    assert cluster.where(prompt) == A
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 112))
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS + 1
+    cluster.hear(A)
+    assert cluster.where(prompt) == B
+
+
+def test_a_faster_engine_gets_more_of_the_work() -> None:
+    cluster = Cluster(A, B)
+    cluster.engines[A].tokens_per_s = 3000.0
+    counts = Counter(cluster.serve(tokens(i, 5000), name=f"r{i}").engine_id for i in range(100))
+    assert 70 <= counts[A] <= 90, counts
+
+
+def test_one_slow_prompt_does_not_condemn_an_engine() -> None:
+    """The first is slow everywhere: memory is touched for the first time."""
+    cluster = Cluster(A, B)
+    cluster.engines[A].tokens_per_s = 250.0
+    assert cluster.serve(tokens(1, 300), name="first").engine_id == A
+    placed = [cluster.serve(tokens(i, 300), name=f"r{i}").engine_id for i in range(2, 12)]
+    assert 3 <= placed.count(A) <= 5, placed
+
+
+def test_an_engine_that_has_measured_nothing_is_tried() -> None:
+    cluster = Cluster(A, B)
+    cluster.engines[A].tokens_per_s = 50_000.0
+    cluster.engines[B].tokens_per_s = 0.0
+    cluster.hear(A)
+    cluster.hear(B)
+    assert {cluster.where(tokens(i, 200)) for i in range(2)} == {A, B}
+
+
+def test_running_requests_are_load_though_their_prompts_are_computed() -> None:
+    cluster = Cluster(A, B)
+    cluster.engines[A].running = {RequestId(f"old{i}"): 0 for i in range(3)}
+    cluster.hear(A)
+    cluster.hear(B)
+    assert [cluster.where(tokens(i, 10)) for i in range(3)] == [B, B, B]
 
 
 def test_a_burst_spreads_before_any_engine_has_reported() -> None:
-    placement, _ = a_placement(A, B)
-    assert Counter(place(placement, *"abcdef")) == {A: 3, B: 3}
-
-
-def test_one_request_at_a_time_spreads_too() -> None:
-    """Load is zero each time; the one placed on longest ago takes the next."""
-    placement, _ = a_placement(A, B)
-    counts: Counter[EngineId | None] = Counter()
-    for sequence in range(1, 101):
-        (engine,) = place(placement, f"r{sequence}")
-        assert engine is not None
-        counts[engine] += 1
-        placement.report(load(engine, sequence, 0, f"r{sequence}"))
-    assert counts == {A: 50, B: 50}
+    cluster = Cluster(A, B, C)
+    assert Counter(cluster.where(tokens(i, 100)) for i in range(9)) == {A: 3, B: 3, C: 3}
 
 
 def test_the_engines_own_account_replaces_our_notes() -> None:
-    placement, _ = a_placement(A, B)
-    assert place(placement, "r1", "r2") == [A, B]
-    placement.report(load(A, 1, 1, "r1"))
-    assert placement.loads() == {A: 1, B: 1}, "r1 is counted once, by its engine"
-    placement.report(load(A, 2, 0))
-    assert placement.loads() == {A: 0, B: 1}
-    assert place(placement, "r3") == [A]
+    cluster = Cluster(A, B)
+    assert cluster.place(tokens(1, 100), name="r1").engine_id == A
+    cluster.engines[A].running[RequestId("r1")] = 100
+    cluster.hear(A, "r1")
+    assert cluster.placement.loads() == {A: 1, B: 0}, "r1 is counted once, by its engine"
+    cluster.engines[A].running.clear()
+    cluster.hear(A)
+    assert cluster.placement.loads() == {A: 0, B: 0}
 
 
 def test_a_late_report_is_no_news_but_what_it_received_is() -> None:
-    placement, _ = a_placement(A)
-    place(placement, "r1")
-    placement.report(load(A, 2, 0))
-    placement.report(load(A, 1, 7, "r1"))
-    assert placement.loads() == {A: 0}
+    cluster = Cluster(A)
+    cluster.place(tokens(1, 100), name="r1")
+    cluster.engines[A].running[RequestId("r1")] = 100
+    late = cluster.engines[A].report("r1")
+    cluster.engines[A].running.clear()
+    cluster.hear(A)
+    cluster.placement.report(late)
+    assert cluster.placement.loads() == {A: 0}
 
 
 def test_a_request_that_never_arrives_is_not_counted_for_ever() -> None:
-    placement, clock = a_placement(A)
-    place(placement, "left before it was sent")
-    clock.now = NOTE_LIFETIME_S - 0.1
-    assert placement.loads() == {A: 1}
-    clock.now = NOTE_LIFETIME_S
-    assert placement.loads() == {A: 0}
+    cluster = Cluster(A)
+    cluster.place(tokens(1, 100))
+    cluster.now = NOTE_LIFETIME_S - 0.1
+    assert cluster.placement.loads() == {A: 1}
+    cluster.now = NOTE_LIFETIME_S
+    assert cluster.placement.loads() == {A: 0}
+
+
+def test_a_burst_with_one_new_prefix_sees_it_before_it_is_computed() -> None:
+    cluster = Cluster(A, B)
+    first = cluster.place(tokens(1, 320) + tokens(2, 20))
+    second = cluster.place(tokens(1, 320) + tokens(3, 20))
+    assert second == Placement(engine_id=first.engine_id, expected_hit_tokens=320)
+
+
+def test_a_prefix_is_expected_from_its_arrival_until_it_is_stored_or_never_comes() -> None:
+    cluster = Cluster(A)
+    cluster.place(tokens(1, 320), name="r1")
+    cluster.hear(A, "r1")
+    assert cluster.place(tokens(1, 321)).expected_hit_tokens == 320, "received, not stored yet"
+    cluster.now = EXPECTATION_LIFETIME_S
+    assert cluster.place(tokens(1, 321)).expected_hit_tokens == 0
 
 
 def test_an_engine_that_the_ingress_cannot_reach_is_passed_over() -> None:
-    placement, _ = a_placement(A, B)
-    assert [placement.place(RequestId(f"r{i}"), 1, frozenset({A})) for i in range(3)] == [B, B, B]
-    assert placement.place(RequestId("r"), 1, frozenset({A, B})) is None
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 320))
+    assert [cluster.where(tokens(1, 320), A) for _ in range(3)] == [B, B, B]
+    request = PlacementRequest(
+        request_id=RequestId("r"), attempt=1, num_prompt_tokens=10, exclude=frozenset({A, B})
+    )
+    assert cluster.placement.place(request) is None
 
 
-def test_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
-    placement, _ = a_placement(A, B)
-    placement.report(load(B, 1, 50))
-    placement.set_engines([B])
-    assert place(placement, "r1", "r2") == [B, B]
-    placement.report(load(A, 9, 1))
-    assert placement.loads() == {B: 52}, "one that stays keeps what is known of it"
+def test_1_one_request_at_a_time_does_not_follow_a_short_prefix_for_ever() -> None:
+    """Nothing ever stands anywhere; only what was placed lately parts the engines."""
+    cluster = Cluster(A, B)
+    system = tokens(1, 100)
+    placed = [cluster.serve(system + tokens(i, 40), name=f"r{i}", takes_s=0.5) for i in range(2, 102)]
+    counts = Counter(placement.engine_id for placement in placed)
+    assert max(counts.values()) <= 70, counts
+    assert sum(placement.expected_hit_tokens == 96 for placement in placed) >= 98
+
+
+def test_1_a_conversation_stays_where_it_is_while_the_cluster_idles() -> None:
+    cluster = Cluster(A, B)
+    places = [cluster.serve(tokens(1, 400 * i), name=f"turn{i}", takes_s=20.0) for i in range(1, 11)]
+    assert len({placement.engine_id for placement in places}) == 1
+
+
+def test_2_a_hot_prefix_spreads_and_is_still_hit() -> None:
+    """64 at once on 4 engines, 256 tokens of 300 shared; no report comes in between."""
+    cluster = Cluster(A, B, C, D)
+    placed = [cluster.place(tokens(1, 256) + tokens(i, 44)) for i in range(2, 66)]
+    counts = Counter(placement.engine_id for placement in placed)
+    assert len(counts) == 4 and max(counts.values()) <= 1.5 * 64 / 4, counts
+    assert sum(placement.expected_hit_tokens for placement in placed) >= 0.8 * 63 * 256
+
+
+def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:
+    cluster = Cluster(A, B)
+    placed = [cluster.serve(tokens(1, 200), name=f"r{i}") for i in range(3)]
+    assert [placement.expected_hit_tokens for placement in placed] == [0, 192, 192]
+
+
+def test_8_an_engine_that_was_away_for_a_moment_is_known_again_at_once() -> None:
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 320))
+    cluster.placement.set_engines([B])
+    cluster.placement.set_engines([A, B])
+    cluster.answer_snapshots()
+    assert cluster.place(tokens(1, 321)) == Placement(engine_id=A, expected_hit_tokens=320)
+
+
+def test_10_what_is_believed_is_what_the_engine_holds_again_after_one_snapshot() -> None:
+    cluster = Cluster(A)
+    asked_before = cluster.num_snapshots
+    engine = cluster.engines[A]
+    cluster.hear(A, stored=tokens(1, 64))
+    engine.report(stored=keys(tokens(2, 64)))  # is lost
+    twice = engine.report(stored=keys(tokens(3, 64)), removed=keys(tokens(1, 64)))
+    cluster.placement.report(twice)
+    cluster.answer_snapshots()
+    cluster.placement.report(twice)
+    cluster.hear(A, stored=tokens(4, 64))
+    assert cluster.num_snapshots == asked_before + 1
+    assert cluster.placement.held() == {A: frozenset(engine.held)}
+
+
+def test_12_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 320))
+    cluster.hear(B, stored=tokens(1, 32))
+    cluster.place(tokens(2, 320), name="on its way")
+    cluster.placement.set_engines([B])
+    assert cluster.placement.held() == {B: frozenset(keys(tokens(1, 32)))}
+    assert cluster.place(tokens(1, 320)) == Placement(engine_id=B, expected_hit_tokens=32)
+    cluster.hear(A, stored=tokens(1, 320))
+    cluster.placement.restore(cluster.engines[A].snapshot())
+    assert cluster.placement.held().keys() == {B}, "what it still says is not heard"
+
+
+def test_13_a_prefix_that_was_evicted_is_no_reason_to_go_there() -> None:
+    cluster = Cluster(A, B)
+    cluster.serve(tokens(1, 64), name="r1")
+    assert cluster.place(tokens(1, 65)).expected_hit_tokens == 64
+    cluster.hear(A, stored=tokens(2, 64), removed=tokens(1, 64))
+    assert cluster.place(tokens(1, 65)).expected_hit_tokens == 0

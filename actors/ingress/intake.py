@@ -1,0 +1,253 @@
+"""From the bytes of a body to what the engines are asked.
+
+Plain functions of the body, and slow ones where a prompt is long: the endpoints run them on threads.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from shoal.actors.ingress.body import RequestT, parse_body
+from shoal.actors.ingress.errors import bad_request, context_length_exceeded, unknown_model, unknown_token
+from shoal.actors.ingress.generation_config import GenerationDefaults
+from shoal.actors.ingress.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerationRequest,
+    ModelRequest,
+    Prompt,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from shoal.actors.ingress.text import TextCodec
+from shoal.actors.messages import EngineRequest, ModelCard, RequestId, SamplingParams
+from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
+
+MAX_TOP_K = 2**31 - 1
+"""More than any vocabulary has, so a larger one means the same."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One choice of an answer: what an engine computes for it, and what is shown of that."""
+
+    request: EngineRequest
+    block_keys: tuple[BlockKey, ...] = ()
+    stop: tuple[str, ...] = ()
+    echo: str | None = None
+    """The prompt as text, if the answer begins with it."""
+    is_silent: bool = False
+    """Only the prompt is of interest. An engine draws at least one token, which is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intent:
+    """What one body asks for as a whole."""
+
+    answer_id: str
+    body: GenerationRequest
+    choices: tuple[Asked, ...]
+    ignored: tuple[str, ...]
+    """Names of fields that nobody here knows."""
+
+
+class Intake:
+    def __init__(self, model: ModelCard, codec: TextCodec, defaults: GenerationDefaults) -> None:
+        self._card = model
+        self._codec = codec
+        self._defaults = defaults
+
+    def learn_fingerprint(self, fingerprint: bytes) -> None:
+        """Engines know it, and the front door may open before them."""
+        self._card = replace(self._card, fingerprint=fingerprint)
+
+    def chat(self, data: bytes) -> Intent:
+        body, ignored = self._parse(data, ChatCompletionRequest)
+        if body.top_logprobs and not body.logprobs:
+            raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
+        prompt = self._codec.encode_chat(body.messages)
+        answer_id = f"chatcmpl-{secrets.token_hex(16)}"
+        asked = self._asked(
+            body,
+            answer_id,
+            prompt,
+            max_tokens=output_budget(
+                len(prompt),
+                wanted=body.max_completion_tokens or body.max_tokens,
+                default=None,
+                max_model_len=self._card.max_model_len,
+                param="messages",
+            ),
+            logprobs=body.top_logprobs or 0 if body.logprobs else None,
+        )
+        return Intent(answer_id=answer_id, body=body, choices=(asked,), ignored=ignored)
+
+    def completion(self, data: bytes) -> Intent:
+        body, ignored = self._parse(data, CompletionRequest)
+        if body.max_tokens == 0 and not body.echo:
+            raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
+        answer_id = f"cmpl-{secrets.token_hex(16)}"
+        is_only_one = len(body.prompt) == 1
+        choices = tuple(
+            self._completion(body, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
+            for index, prompt in enumerate(body.prompt)
+        )
+        return Intent(answer_id=answer_id, body=body, choices=choices, ignored=ignored)
+
+    def tokenize(self, data: bytes) -> TokenizeResponse:
+        body, _ = self._parse(data, TokenizeRequest)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("Either prompt or messages must be given.", param="prompt")
+        if body.messages is not None:
+            tokens = self._codec.encode_chat(
+                body.messages, add_generation_prompt=body.add_generation_prompt is not False
+            )
+        elif body.prompt is not None and body.add_special_tokens is not False:
+            tokens = self._codec.encode_prompt(body.prompt)
+        else:
+            tokens = self._codec.encode_plainly(body.prompt or "", add_special_tokens=False)
+        return TokenizeResponse(
+            count=len(tokens),
+            max_model_len=self._card.max_model_len,
+            tokens=list(tokens),
+            token_strs=[self._codec.decode([token]) for token in tokens] if body.return_token_strs else None,
+        )
+
+    def detokenize(self, data: bytes) -> DetokenizeResponse:
+        body, _ = self._parse(data, DetokenizeRequest)
+        self._check_ids(body.tokens, param="tokens")
+        return DetokenizeResponse(prompt=self._codec.decode(body.tokens))
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self._card.name:
+            raise unknown_model(name)
+
+    def _parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+        body, ignored = parse_body(data, model)
+        assert isinstance(body, ModelRequest)
+        self.check_model(body.model)
+        return body, ignored
+
+    def _completion(self, body: CompletionRequest, request_id: str, prompt: Prompt) -> Asked:
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self._codec.encode_prompt(prompt)
+        else:
+            self._check_ids(prompt, param="prompt")
+            text, token_ids = self._codec.decode(prompt) if body.echo else "", prompt
+        max_tokens = output_budget(
+            len(token_ids),
+            wanted=None if body.max_tokens is None else max(1, body.max_tokens),
+            default=DEFAULT_COMPLETION_TOKENS,
+            max_model_len=self._card.max_model_len,
+            param="prompt",
+        )
+        return self._asked(
+            body,
+            request_id,
+            token_ids,
+            max_tokens=max_tokens,
+            logprobs=body.logprobs,
+            echo=text if body.echo else None,
+            is_silent=body.max_tokens == 0,
+        )
+
+    def _asked(
+        self,
+        body: GenerationRequest,
+        request_id: str,
+        prompt: tuple[int, ...],
+        *,
+        max_tokens: int,
+        logprobs: int | None,
+        echo: str | None = None,
+        is_silent: bool = False,
+    ) -> Asked:
+        if body.min_tokens is not None and body.min_tokens > max_tokens:
+            raise bad_request(
+                f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens of the longest answer.",
+                param="min_tokens",
+            )
+        prompt_logprobs = logprobs if echo is not None else None
+        request = EngineRequest(
+            request_id=RequestId(request_id),
+            attempt=1,
+            prompt_token_ids=prompt,
+            max_tokens=max_tokens,
+            stop_token_ids=self._stop_token_ids(body),
+            sampling=self._sampling(body),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            cache_salt=body.cache_salt or "",
+            priority=body.priority or 0,
+        )
+        # A prompt whose logprobs are wanted is computed in full, wherever it is.
+        keys = prefix_keys(self._card, request.cache_salt, prompt) if prompt_logprobs is None else ()
+        return Asked(
+            request=request, block_keys=keys, stop=tuple(body.stop or ()), echo=echo, is_silent=is_silent
+        )
+
+    def _stop_token_ids(self, body: GenerationRequest) -> frozenset[int]:
+        own = body.stop_token_ids or []
+        self._check_ids(own, param="stop_token_ids")
+        return frozenset(own) if body.ignore_eos else self._codec.stop_token_ids | frozenset(own)
+
+    def _sampling(self, body: GenerationRequest) -> SamplingParams:
+        """The seed is chosen here and once, so that an engine that takes over draws the same tokens."""
+        default = self._defaults
+        return SamplingParams(
+            temperature=_first(body.temperature, default.temperature, 1.0),
+            top_k=min(max(0, _first(body.top_k, default.top_k, 0)), MAX_TOP_K),
+            top_p=_first(body.top_p, default.top_p, 1.0),
+            min_p=_first(body.min_p, default.min_p, 0.0),
+            seed=_first(body.seed, None, secrets.randbits(63)),
+            presence_penalty=_first(body.presence_penalty, None, 0.0),
+            frequency_penalty=_first(body.frequency_penalty, None, 0.0),
+            repetition_penalty=_first(body.repetition_penalty, default.repetition_penalty, 1.0),
+            logit_bias=self._logit_bias(body),
+            min_tokens=body.min_tokens or 0,
+        )
+
+    def _logit_bias(self, body: GenerationRequest) -> tuple[tuple[int, float], ...]:
+        bias: dict[int, float] = {}
+        for name, value in (body.logit_bias or {}).items():
+            if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+                raise bad_request(f"logit_bias: {name[:32]!r} is not a token id.", param="logit_bias")
+            bias[int(name)] = value
+        self._check_ids(list(bias), param="logit_bias")
+        return tuple(bias.items())
+
+    def _check_ids(self, token_ids: Sequence[int], *, param: str) -> None:
+        for extreme in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= extreme < self._codec.num_token_ids:
+                raise unknown_token(extreme, self._codec.num_token_ids, param=param)
+
+
+def prefix_keys(model: ModelCard, salt: str, token_ids: Sequence[int]) -> tuple[BlockKey, ...]:
+    """Names of the prompt's complete blocks; none where it is unknown what their bytes depend on."""
+    if not model.fingerprint:
+        return ()
+    return tuple(extend_keys(root_key(model.fingerprint, salt), token_ids, model.block_size))
+
+
+def output_budget(
+    num_prompt_tokens: int, *, wanted: int | None, default: int | None, max_model_len: int, param: str
+) -> int:
+    """How many tokens the answer may have. Only a length that nobody asked for is shortened to fit."""
+    room = max_model_len - num_prompt_tokens
+    if room < 1 or (wanted is not None and wanted > room):
+        raise context_length_exceeded(num_prompt_tokens, wanted, max_model_len, param=param)
+    if wanted is not None:
+        return wanted
+    return room if default is None else min(default, room)
+
+
+def _first(sent: _T | None, configured: _T | None, otherwise: _T) -> _T:
+    if sent is not None:
+        return sent
+    return otherwise if configured is None else configured

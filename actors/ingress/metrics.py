@@ -1,0 +1,100 @@
+"""What this ingress counts and times. Each application has its registry, so a process exports each name once.
+
+Labels are bounded: routes, statuses and error codes are ours, never what a client sent.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from shoal.actors.ingress.protocol import Finish, Usage
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
+_NEXT_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
+_REQUEST_S = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter(
+            "shoal_http_requests",
+            "HTTP requests by route and status; a stream that failed after its beginning has status 200.",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "shoal_http_request_duration_seconds",
+            "From the arrival of a request to the end of its answer.",
+            ["endpoint"],
+            buckets=_REQUEST_S,
+            registry=registry,
+        )
+        self.in_flight = Gauge("shoal_http_requests_in_flight", "Open HTTP requests.", registry=registry)
+        self._errors = Counter(
+            "shoal_request_errors",
+            "Failures of the service by code, also inside of streams: overloaded, no_engine, timeout, ...",
+            ["code"],
+            registry=registry,
+        )
+        self._finished = Counter(
+            "shoal_choices_finished", "Answers that were complete, by reason.", ["reason"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "shoal_prompt_tokens",
+            "Tokens of prompts sent to engines, cached ones included.",
+            registry=registry,
+        )
+        self._cached_tokens = Counter(
+            "shoal_cached_prompt_tokens", "Tokens of prompts that were not computed again.", registry=registry
+        )
+        self._completion_tokens = Counter(
+            "shoal_completion_tokens", "Tokens of answers, as in usage.", registry=registry
+        )
+        self.first_token = Histogram(
+            "shoal_time_to_first_token_seconds",
+            "From the arrival of a request to a choice's first token, tokenizing included.",
+            buckets=_FIRST_TOKEN_S,
+            registry=registry,
+        )
+        self.next_token = Histogram(
+            "shoal_inter_token_latency_seconds",
+            "Between two chunks of tokens, divided by the tokens of the second.",
+            buckets=_NEXT_TOKEN_S,
+            registry=registry,
+        )
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def count_request(self, endpoint: str, status: int, duration_s: float) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+        self._duration.labels(endpoint).observe(duration_s)
+
+    def count_error(self, code: str) -> None:
+        self._errors.labels(code).inc()
+
+    def count_finished(self, reason: Finish) -> None:
+        self._finished.labels(reason).inc()
+
+    def count_tokens(self, usage: Usage) -> None:
+        self._prompt_tokens.inc(usage.prompt_tokens)
+        self._cached_tokens.inc(usage.prompt_tokens_details.cached_tokens)
+        self._completion_tokens.inc(usage.completion_tokens)
+
+
+class TokenTimer:
+    """Of one choice."""
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        self._metrics = metrics
+        self._last = arrived
+        self._is_first = True
+
+    def saw(self, num_tokens: int, now: float) -> None:
+        if not num_tokens:
+            return
+        if self._is_first:
+            self._metrics.first_token.observe(now - self._last)
+        else:
+            self._metrics.next_token.observe((now - self._last) / num_tokens)
+        self._is_first = False
+        self._last = now

@@ -1,0 +1,63 @@
+"""What one engine says of its prefixes, applied to the directory in the order in which it was said."""
+
+from shoal.actors.messages import EngineId, EngineReport, PrefixSnapshot
+from shoal.kvstore.directory import Directory
+
+
+class PrefixFeed:
+    """Follows one engine's numbered reports; asks for a snapshot when it has missed one.
+
+        BEHIND ──take_request()──▶ ASKED ──snapshot──▶ FOLLOWING
+           ▲                         │ it failed          │ a gap
+           └─────────────────────────┴────────────────────┘
+
+    A snapshot holds all that was said up to its sequence. Reports that arrive while it is awaited are kept
+    and applied on top. So every gap costs one snapshot, however many reports are lost, late or said twice.
+    A feed begins BEHIND: whether its engine is new, or we are, the first snapshot tells.
+    """
+
+    def __init__(self, engine_id: EngineId, directory: Directory[EngineId]) -> None:
+        self._engine_id = engine_id
+        self._directory = directory
+        self._sequence = 0  # all up to here is in the directory
+        self._behind = True
+        self._kept: dict[int, EngineReport] | None = None  # while a snapshot is awaited
+
+    @property
+    def following(self) -> bool:
+        return not self._behind
+
+    def take_request(self) -> bool:
+        """Whether a snapshot is to be asked for now. True once, until `restore` or `give_up` has followed."""
+        if not self._behind or self._kept is not None:
+            return False
+        self._kept = {}
+        return True
+
+    def report(self, report: EngineReport) -> None:
+        if self._kept is not None:
+            self._kept[report.sequence] = report
+        elif not self._behind:
+            self._follow(report)
+
+    def restore(self, snapshot: PrefixSnapshot) -> None:
+        if self._kept is None:  # an answer to a question that was given up
+            return
+        kept, self._kept = self._kept, None
+        self._directory.forget(self._engine_id)
+        self._directory.add(self._engine_id, snapshot.block_keys)
+        self._sequence, self._behind = snapshot.sequence, False
+        for _, report in sorted(kept.items()):
+            self._follow(report)
+
+    def give_up(self) -> None:
+        """The snapshot did not come: it may be asked for again."""
+        self._kept = None
+
+    def _follow(self, report: EngineReport) -> None:
+        if report.sequence > self._sequence + 1:
+            self._behind = True
+        elif report.sequence == self._sequence + 1 and not self._behind:
+            self._directory.add(self._engine_id, report.stored)
+            self._directory.discard(self._engine_id, report.removed)
+            self._sequence = report.sequence

@@ -1,0 +1,227 @@
+"""What operators and proxies meet: metrics, limits, deadlines, and the endpoints beside OpenAI's."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from prometheus_client.parser import text_string_to_metric_families
+
+from shoal.actors.ingress.app import create_app
+from shoal.actors.ingress.text import TextCodec
+from shoal.actors.messages import FinishReason, ModelCard
+from tests.api.fakes import FakeDispatcher, Script
+from tests.ingress.checkpoints import tokens_of
+from tests.ingress.virtual_time import run_in_virtual_time
+
+BOS = 0
+
+
+class Door:
+    """An application of its own in virtual time."""
+
+    def __init__(self, card: ModelCard, codec: TextCodec, **limits: Any) -> None:
+        self.dispatcher = FakeDispatcher()
+        self.app: FastAPI = create_app(model=card, codec=codec, dispatcher=self.dispatcher, **limits)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.ASGITransport(app=self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shoal") as client:
+            yield client
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        async def posted() -> httpx.Response:
+            async with self.client() as client:
+                return await client.post(path, json=body)
+
+        return run_in_virtual_time(posted())
+
+    def metrics(self) -> dict[str, float]:
+        async def got() -> str:
+            async with self.client() as client:
+                return (await client.get("/metrics")).text
+
+        return samples(run_in_virtual_time(got()))
+
+
+def samples(exposition: str) -> dict[str, float]:
+    """name{label="value"} → value"""
+    return {
+        sample.name
+        + "".join(f"{{{name}={value}}}" for name, value in sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(exposition)
+        for sample in family.samples
+    }
+
+
+@pytest.fixture
+def door(card: ModelCard, codec: TextCodec) -> Door:
+    return Door(card, codec)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("timeout", "seconds"), [(2.5, "2.5"), (None, "9"), (99, "9")])
+def test_a_request_ends_at_its_deadline_which_is_at_most_the_servers(
+    card: ModelCard, codec: TextCodec, stream: bool, timeout: float | None, seconds: str
+) -> None:
+    door = Door(card, codec, timeout_s=9.0)
+    door.dispatcher.script = Script(hangs=True)
+    response = door.post("/v1/completions", {"prompt": "", "stream": stream, "timeout": timeout})
+    assert response.status_code == 504
+    error = response.json()["error"]
+    assert error["message"] == f"The answer was not complete within {seconds} seconds."
+    assert (error["type"], error["code"]) == ("timeout_error", "timeout")
+    assert door.dispatcher.aborted == door.dispatcher.opened
+    assert door.metrics()["shoal_request_errors_total{code=timeout}"] == 1
+
+
+def test_a_stream_ends_at_its_deadline_with_an_event(door: Door) -> None:
+    door.dispatcher.script = Script(token_ids=tokens_of("alpha"), hangs=True)
+    response = door.post("/v1/completions", {"prompt": "", "stream": True, "timeout": 40})
+    assert response.status_code == 200
+    *events, last = response.text.split("\n\n")[:-1]
+    assert events[-2:] == [": keep-alive"] * 2
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+    assert door.dispatcher.aborted == door.dispatcher.opened
+
+
+def test_a_stream_that_waits_says_so_every_fifteen_seconds(door: Door) -> None:
+    door.dispatcher.script = Script(token_ids=tokens_of("alpha"), pause_s=50.0)
+    response = door.post("/v1/completions", {"prompt": "", "stream": True})
+    kinds = [event[:5] for event in response.text.split("\n\n")[:-1]]
+    assert kinds == [*[": kee"] * 3, "data:", *[": kee"] * 3, "data:", "data:", "data:"]
+
+
+def test_a_silent_engine_does_not_disturb_a_whole_answer(door: Door) -> None:
+    door.dispatcher.script = Script(token_ids=tokens_of("alpha"), pause_s=50.0)
+    assert door.post("/v1/completions", {"prompt": ""}).json()["choices"][0]["text"] == "alpha"
+
+
+def test_beyond_its_limit_the_door_is_closed_for_requests_and_open_for_probes(
+    card: ModelCard, codec: TextCodec
+) -> None:
+    door = Door(card, codec, max_open_requests=2)
+    door.dispatcher.script = Script(hangs=True)
+
+    async def scenario() -> tuple[httpx.Response, httpx.Response]:
+        async with door.client() as client:
+            body = {"prompt": "", "timeout": 5}
+            waiting = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+            await asyncio.sleep(1)
+            refused, probed = await client.post("/v1/completions", json=body), await client.get("/ready")
+            await asyncio.gather(*waiting)
+            door.dispatcher.script = Script()
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        return refused, probed
+
+    refused, probed = run_in_virtual_time(scenario())
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert refused.json()["error"]["code"] == "overloaded"
+    assert refused.headers["x-request-id"]
+    assert probed.status_code == 200
+    assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 1
+
+
+def test_metrics_tell_what_happened(door: Door) -> None:
+    door.dispatcher.script = Script(
+        token_ids=tokens_of("alpha"), pause_s=0.5, num_cached_tokens=4, finish_reason=FinishReason.STOP
+    )
+    for stream in (False, True):
+        assert door.post("/v1/completions", {"prompt": "the fox", "stream": stream}).status_code == 200
+    assert door.post("/v1/completions", {"prompt": 7}).status_code == 400
+    assert door.post("/nowhere/at/all").status_code == 404
+    metrics = door.metrics()
+    expected = {
+        "shoal_http_requests_total{endpoint=/v1/completions}{status=200}": 2,
+        "shoal_http_requests_total{endpoint=/v1/completions}{status=400}": 1,
+        "shoal_http_requests_total{endpoint=none}{status=404}": 1,
+        "shoal_http_requests_in_flight": 1,  # the scrape itself
+        "shoal_http_request_duration_seconds_count{endpoint=/v1/completions}": 3,
+        "shoal_choices_finished_total{reason=stop}": 2,
+        "shoal_prompt_tokens_total": 2 * len(door.dispatcher.opened[0].prompt_token_ids),
+        "shoal_cached_prompt_tokens_total": 2 * 4,
+        "shoal_completion_tokens_total": 2 * len(tokens_of("alpha")),
+        "shoal_time_to_first_token_seconds_count": 2,
+        "shoal_time_to_first_token_seconds_sum": 2 * 0.5,
+        "shoal_inter_token_latency_seconds_count": 2,
+        "shoal_inter_token_latency_seconds_sum": 2 * 0.5,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert not [name for name in metrics if not name.startswith("shoal_")]
+
+
+def test_a_client_that_leaves_is_counted_as_one(http: httpx.Client, dispatcher: FakeDispatcher) -> None:
+    name = "shoal_http_requests_total{endpoint=/v1/completions}{status=499}"
+    before = samples(http.get("/metrics").text).get(name, 0)
+    dispatcher.script = Script(hangs=True)
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"prompt": ""}, timeout=0.2)
+    assert dispatcher.an_abort.wait(1)
+    assert samples(http.get("/metrics").text)[name] == before + 1
+
+
+def test_tokenize_says_what_a_completion_would_compute(http: httpx.Client) -> None:
+    tokens = [BOS, *tokens_of("the fox")]
+    answer = http.post("/tokenize", json={"prompt": "the fox", "return_token_strs": True}).json()
+    assert answer == {
+        "count": len(tokens),
+        "max_model_len": 128,
+        "tokens": tokens,
+        "token_strs": ["<s>", "the", " fox"],
+    }
+    without = http.post("/tokenize", json={"prompt": "the fox", "add_special_tokens": False}).json()
+    assert (without["tokens"], without["token_strs"]) == (tokens[1:], None)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_tokenize_says_what_a_chat_would_compute(
+    http: httpx.Client, dispatcher: FakeDispatcher, opens: bool
+) -> None:
+    messages = [{"role": "user", "content": "Hello"}]
+    body = {"messages": messages, "add_generation_prompt": opens}
+    http.post("/v1/chat/completions", json={"messages": messages})
+    tokens = tuple(http.post("/tokenize", json=body).json()["tokens"])
+    assert tokens == dispatcher.opened[0].prompt_token_ids  # this template always opens the answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "", "messages": [{"role": "user", "content": ""}]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [320]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+    ],
+)
+def test_what_cannot_be_converted(http: httpx.Client, path: str, body: Any, param: str) -> None:
+    response = http.post(path, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("text", ["the fox", "naïve 日本語 😀", "<s>the<|im_end|>", ""])
+def test_detokenize_gives_the_text_back(http: httpx.Client, text: str) -> None:
+    assert http.post("/detokenize", json={"tokens": tokens_of(text)}).json() == {"prompt": text}
+
+
+def test_prefix_caches_can_be_reset(http: httpx.Client, dispatcher: FakeDispatcher) -> None:
+    assert http.get("/reset_prefix_cache").status_code == 405
+    assert http.post("/reset_prefix_cache").json() == {}
+    dispatcher.resets = False
+    assert http.post("/reset_prefix_cache").status_code == 503
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/reset_prefix_cache", "/v1/completions"])
+def test_what_works_asks_for_the_key(card: ModelCard, codec: TextCodec, path: str) -> None:
+    door = Door(card, codec, api_key="sk")
+    assert door.post(path, {}).status_code == 401
+    assert door.metrics()["shoal_http_requests_total{endpoint=" + path + "}{status=401}"] == 1

@@ -1,0 +1,116 @@
+"""An engine over a fake runner, and what each request has received from it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.pools import Pools
+from shoal.actors.engine.prefix_cache import PrefixCacheName
+from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
+from shoal.actors.messages import (
+    EngineRequest,
+    FinishReason,
+    IngressId,
+    RequestError,
+    RequestId,
+    TokenLogprob,
+)
+from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner
+
+INGRESS = IngressId("ingress-1")
+
+
+def a_request(name: str, prompt: Sequence[int], max_tokens: int = 3, **more: Any) -> EngineRequest:
+    return EngineRequest(
+        request_id=RequestId(name),
+        attempt=1,
+        prompt_token_ids=tuple(prompt),
+        max_tokens=max_tokens,
+        **{"stop_token_ids": frozenset(), **more},
+    )
+
+
+@dataclass
+class Bench:
+    """A step that the fake device is given is computed at once, unless `eager` is turned off."""
+
+    num_blocks: int = 20
+    block_size: int = 4
+    num_slots: int = 0
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_model_len: int = 300
+    max_queued_requests: int = 1000
+    cache: PrefixCacheName = "radix"
+    fingerprint: bytes = b""
+    tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
+    cached: dict[str, int] = field(default_factory=dict)
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+    errors: dict[str, RequestError] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_queued_requests=self.max_queued_requests,
+            vocab_size=VOCABULARY,
+        )
+        self.pools = Pools(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_rows=config.num_rows,
+            num_slots=self.num_slots,
+            cache=self.cache,
+        )
+        self.scheduler = Scheduler(config, self.pools, fingerprint=self.fingerprint)
+        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
+        self.device = FakeDevice(self.block_size, eager=True)
+        self.engine = Engine(self.scheduler, self.runner, self.device)
+
+    def submit(self, request: EngineRequest) -> None:
+        self._take(self.engine.submit(request, INGRESS))
+
+    def step(self) -> list[tuple[int, int]]:
+        """Start a step, and take what the one before it says; its sequences as (start, number of tokens)."""
+        num_plans = len(self.runner.plans)
+        self.advance()
+        self.engine.check()
+        return [(s.start, s.end - s.start) for plan in self.runner.plans[num_plans:] for s in plan.sequences]
+
+    def advance(self) -> None:
+        """A step without its checks."""
+        self._take(self.engine.step())
+
+    def finish(self, *, within: int = 2000) -> None:
+        for _ in range(within):
+            if not self.engine.has_work:
+                return
+            self.step()
+        raise AssertionError(f"not finished within {within} steps")
+
+    def drained(self) -> bool:
+        """Nothing is owned but by the prefix cache, and nothing at all once that is reset."""
+        self.pools.check([])
+        self.engine.reset_prefix_cache()
+        self.pools.check([])
+        return self.pools.blocks.num_free == self.num_blocks - 1
+
+    def _take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            name = reply.chunk.request_id
+            assert name not in self.finished, "nothing follows the last chunk"
+            if reply.chunk.token_ids and not self.tokens[name]:
+                assert reply.chunk.num_cached_tokens is not None
+                self.cached[name] = reply.chunk.num_cached_tokens
+            else:
+                assert reply.chunk.num_cached_tokens is None
+            self.tokens[name] += reply.chunk.token_ids
+            self.prompt_logprobs[name] += reply.chunk.prompt_logprobs
+            if reply.chunk.finish_reason:
+                self.finished[name] = reply.chunk.finish_reason
+            if reply.chunk.error:
+                self.errors[name] = reply.chunk.error

@@ -1,0 +1,77 @@
+"""Who holds what: worked examples, then any sequence of operations against a dict of sets."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.directory import Directory
+
+
+def keys(text: str) -> list[BlockKey]:
+    return [BlockKey(letter.encode()) for letter in text]
+
+
+def test_a_prefix_is_matched_as_far_as_each_holder_has_it() -> None:
+    directory: Directory[str] = Directory()
+    directory.add("east", keys("abcd"))
+    directory.add("west", keys("ab"))
+    directory.add("north", keys("x"))
+    assert directory.match(keys("abcz")) == {"east": 3, "west": 2, "north": 0}
+    assert directory.match([]) == {"east": 0, "west": 0, "north": 0}
+
+
+def test_a_gap_ends_a_match() -> None:
+    directory: Directory[str] = Directory()
+    directory.add("east", keys("abd"))
+    assert directory.match(keys("abcd")) == {"east": 2}
+
+
+def test_a_holder_that_is_forgotten_leaves_nothing() -> None:
+    directory: Directory[str] = Directory()
+    directory.add("east", keys("ab"))
+    directory.add("west", keys("bc"))
+    directory.forget("east")
+    assert len(directory) == 2
+    assert directory.match(keys("ab")) == {"west": 0}
+    directory.add("south", keys("a"))
+    assert directory.match(keys("ab")) == {"south": 1, "west": 0}, "its bit serves another, clean"
+
+
+def test_11_absent_keys_do_not_keep_the_others() -> None:
+    directory: Directory[str] = Directory()
+    directory.add("east", keys("ab"))
+    directory.discard("east", keys("zb"))
+    directory.discard("east", keys("zb"))
+    directory.discard("never heard of", keys("a"))
+    assert directory.keys_of("east") == {BlockKey(b"a")}
+
+
+HOLDERS = st.sampled_from("ABCDE")
+KEYS = st.lists(st.sampled_from(keys("abcdefgh")), max_size=6)
+OPERATIONS = st.lists(st.tuples(st.sampled_from(["add", "discard", "forget"]), HOLDERS, KEYS), max_size=40)
+
+
+@settings(deadline=None)
+@given(OPERATIONS, KEYS)
+def test_any_history_leaves_what_a_dict_of_sets_would_hold(
+    operations: list[tuple[str, str, list[BlockKey]]], wanted: list[BlockKey]
+) -> None:
+    directory: Directory[str] = Directory()
+    model: dict[str, set[BlockKey]] = {}
+    for name, holder, named in operations:
+        match name:
+            case "add":
+                directory.add(holder, named)
+                model.setdefault(holder, set()).update(named)
+            case "discard":
+                directory.discard(holder, named)
+                model.setdefault(holder, set()).difference_update(named)
+            case _:
+                directory.forget(holder)
+                model.pop(holder, None)
+        directory.check()
+    for holder in "ABCDE":
+        held = model.get(holder, set())
+        assert directory.keys_of(holder) == held
+        leading = next((i for i, key in enumerate(wanted) if key not in held), len(wanted))
+        assert directory.match(wanted).get(holder, 0) == (leading if held else 0)
