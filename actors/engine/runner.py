@@ -36,7 +36,7 @@ class TokenRows:
     def __init__(self, *, num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
         num_blocks = -(-max_model_len // block_size)
         # Zeros, because after a step that failed the next one reads a token that was never drawn.
-        self._tokens_RL = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
+        self._tokens_RL = torch.zeros(num_rows, max_model_len, dtype=torch.int64, device=device)
         self._tables_RN = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
         self._tables: list[tuple[BlockId, ...]] = [()] * num_rows
 
@@ -48,7 +48,7 @@ class TokenRows:
         """Take what the plan knows and the rows do not."""
         for step in plan.sequences:
             if step.known_tokens:
-                known = torch.tensor(step.known_tokens, dtype=torch.int32)
+                known = torch.tensor(step.known_tokens, dtype=torch.int64)
                 self._tokens_RL[step.row, : len(known)] = known
             if (
                 self._tables[step.row] is not step.block_table
@@ -60,10 +60,10 @@ class TokenRows:
 
     def tokens(self, row_T: Tensor, position_T: Tensor) -> Tensor:
         """int64 [T]"""
-        return self._tokens_RL[row_T, position_T].long()
+        return self._tokens_RL[row_T, position_T]
 
     def put(self, row_T: Tensor, position_T: Tensor, token_T: Tensor) -> None:
-        self._tokens_RL[row_T, position_T] = token_T.int()
+        self._tokens_RL[row_T, position_T] = token_T
 
     def tables(self, row_S: Tensor, num_blocks: int) -> Tensor:
         """int32 [S, num_blocks]"""
