@@ -66,7 +66,7 @@ class FakeRunner:
             drawn={step.sequence_id: self._draw(step) for step in plan.sequences if step.draw is not None},
             prompt_logprobs={
                 step.sequence_id: tuple(
-                    logprob(token) for token in self._tokens[step.row][step.start + 1 : step.end + 1]
+                    logprob(token) for token in self._tokens.get(step.row, [])[step.start + 1 : step.end + 1]
                 )
                 for step in plan.sequences
                 if step.prompt_logprobs is not None
@@ -99,20 +99,22 @@ class FakeDevice(Executor):
     def __init__(self, block_size: int, *, eager: bool = False) -> None:
         self._block_size = block_size
         self.eager = eager
+        self.wrong: Exception | None = None
+        """What a step did that no plan may ask for. The engine would take it for a step that failed."""
         self._unfinished: list[tuple[StepPlan, Future[StepResult]]] = []
 
     def submit(self, run: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
         (plan,) = args
         for earlier, _future in self._unfinished:
             self._check(plan, earlier)
-        future = _Step(lambda: run(plan), self._finished)
+        future = _Step(self, lambda: run(plan))
         self._unfinished.append((plan, future))
         if self.eager:
             future.compute()
         return future
 
-    def _finished(self, future: "Future[StepResult]") -> None:
-        assert self._unfinished.pop(0)[1] is future, "steps finish in order"
+    def finished(self, future: Future[StepResult]) -> None:
+        self._unfinished = [unfinished for unfinished in self._unfinished if unfinished[1] is not future]
 
     def _check(self, plan: StepPlan, earlier: StepPlan) -> None:
         for step in plan.sequences:
@@ -127,20 +129,20 @@ class FakeDevice(Executor):
 
 
 class _Step(Future[StepResult]):
-    def __init__(
-        self, run: Callable[[], StepResult], finished: "Callable[[Future[StepResult]], None]"
-    ) -> None:
+    def __init__(self, device: FakeDevice, run: Callable[[], StepResult]) -> None:
         super().__init__()
-        self._run, self._was_finished = run, finished
+        self._device, self._run = device, run
 
     def compute(self) -> None:
         try:
             self.set_result(self._run())
-        except RuntimeError as error:
+        except Exception as error:
+            if not isinstance(error, RuntimeError):
+                self._device.wrong = error
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> StepResult:
         if not self.done():
             self.compute()
-        self._was_finished(self)
+        self._device.finished(self)
         return super().result()

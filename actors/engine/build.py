@@ -101,7 +101,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         device=DEVICE,
     )
-    rehearsal = ModelRunner(decoder, PagedPool(layout, 1, DEVICE), rows, backend, DEVICE)
+    rehearsal = ModelRunner(
+        decoder, PagedPool(layout, 1, DEVICE), rows, backend, DEVICE, max_logits=config.max_num_seqs
+    )
     started = time.monotonic()
     step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
     largest_step_s = time.monotonic() - started
@@ -117,7 +119,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     )
     logger.info("%s", memory.describe())
     pool = PagedPool(layout, memory.num_blocks, DEVICE)
-    runner = TimedRunner(ModelRunner(decoder, pool, rows, backend, DEVICE))
+    runner = TimedRunner(ModelRunner(decoder, pool, rows, backend, DEVICE, max_logits=config.max_num_seqs))
     pools = Pools(
         num_blocks=memory.num_blocks,
         block_size=config.block_size,

@@ -85,7 +85,8 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self._executor.submit(self._runner.run, plan)))
-        if len(self._in_flight) == (plan is not None):
+        num_ahead = 0 if plan is None else 1
+        if len(self._in_flight) == num_ahead:
             return []  # nothing was in flight before
         return self._finish(*self._in_flight.popleft())
 

@@ -23,7 +23,7 @@ class Holding:
     block_table: list[BlockId] = field(default_factory=list)
     row: BlockId = NO_BLOCK
     slot: BlockId = NO_BLOCK
-    _frozen: tuple[BlockId, ...] | None = None
+    _frozen: tuple[BlockId, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def frozen_table(self) -> tuple[BlockId, ...]:
         """The table for a plan: the same object until the table changes, so that a step copies nothing."""

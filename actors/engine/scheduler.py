@@ -226,7 +226,7 @@ class Scheduler:
             assert sequence.num_planned <= sequence.num_tokens
             shared = sequence.num_shared_blocks
             assert shared * block_size <= sequence.num_computed
-            cached = self._pools.prefix_cache.match(sequence.block_keys(shared, block_size))
+            cached = self._pools.prefix_cache.match(sequence.block_keys(0, shared, block_size))
             assert cached in (table[:shared], [])
 
     def _make_room(self, sequence: Sequence) -> bool:
@@ -260,7 +260,7 @@ class Scheduler:
         if sequence.num_drawing:  # preempted in a step whose token is not known yet
             return None
         block_size = self._pools.block_size
-        keys = sequence.block_keys(sequence.num_skippable // block_size, block_size)
+        keys = sequence.block_keys(0, sequence.num_skippable // block_size, block_size)
         hit = self._pools.prefix_cache.match(keys)
         length = len(sequence.tokens)
         if self._pools.admission(length, hit=hit, headroom=len(self._running)) is not Admission.OK:
@@ -326,10 +326,10 @@ class Scheduler:
         first, complete = sequence.num_shared_blocks, sequence.num_computed // self._pools.block_size
         if first == complete or not sequence.may_share:
             return
-        keys = sequence.block_keys(complete, self._pools.block_size)
+        keys = sequence.block_keys(first, complete, self._pools.block_size)
         table = sequence.holding.block_table
         own = table[first:complete]
-        kept = self._pools.prefix_cache.insert(sequence.keys[first], keys[first:], own)
+        kept = self._pools.prefix_cache.insert(sequence.keys[first], keys, own)
         sequence.num_shared_blocks = complete
         if kept != own:
             table[first:complete] = kept

@@ -23,9 +23,8 @@ class Sequence:
     request: EngineRequest
     reply_to: IngressId
     keys: list[BlockKey]
-    """[root, key of block 0, key of block 1, ...]: keys[i] is the parent of block i. They are hashed when
-    they are asked for."""
-
+    """[root, key of block 0, key of block 1, ...], as far as they were asked for: keys[i] is the parent of
+    block i."""
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as committed."""
     draw: Draw = field(init=False)
@@ -82,12 +81,12 @@ class Sequence:
     def num_uncomputed_prompt(self) -> int:
         return max(0, self.num_prompt - self.num_planned)
 
-    def block_keys(self, num_blocks: int, block_size: int) -> list[BlockKey]:
-        """Of its first blocks, which must be complete."""
-        if len(self.keys) <= num_blocks:
+    def block_keys(self, first: int, end: int, block_size: int) -> list[BlockKey]:
+        """Of blocks first, ..., end - 1, whose tokens must be known."""
+        if len(self.keys) <= end:
             hashed = (len(self.keys) - 1) * block_size
             self.keys += extend_keys(self.keys[-1], self.tokens[hashed:], block_size)
-        return self.keys[1 : num_blocks + 1]
+        return self.keys[first + 1 : end + 1]
 
     @property
     def num_skippable(self) -> int:

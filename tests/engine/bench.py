@@ -84,6 +84,8 @@ class Bench:
     def advance(self) -> None:
         """A step without its checks."""
         self._take(self.engine.step())
+        if self.device.wrong is not None:
+            raise self.device.wrong
 
     def finish(self, *, within: int = 2000) -> None:
         for _ in range(within):

@@ -109,7 +109,7 @@ class Served:
             block_size=setup.block_size,
             device=DEVICE,
         )
-        runner = ModelRunner(decoder, pool, rows, setup.backend, DEVICE)
+        runner = ModelRunner(decoder, pool, rows, setup.backend, DEVICE, max_logits=MAX_LOGITS)
         pools = Pools(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
