@@ -6,7 +6,6 @@ with positions and scales is its own affair, and no configuration tells all of i
 itself when it is loaded.
 """
 
-from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from shoal.actors.engine.models.decoder_config import DYNAMIC_ROPE_TYPES, UnsupportedModel
+from shoal.actors.engine.models.decoder_config import UnsupportedModel
 from shoal.actors.engine.models.library_config import LibraryConfig
+from shoal.actors.engine.models.library_modules import Given, num_bytes, pin_ropes, swap_modules
 from shoal.kernels.backend import Backend, LayerKV, Rows
 
 ATTENTION = "shoal_paged"
@@ -118,69 +118,6 @@ def _widen(x_THD: Tensor, head_size: int) -> Tensor:
     return nn.functional.pad(x_THD, (0, missing)) if missing else x_THD.contiguous()
 
 
-class PackedLinear(nn.Module):
-    """In the place of nn.Linear, and of the transposed one that GPT-2 has."""
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None, backend: Backend) -> None:
-        super().__init__()
-        self._backend = backend
-        self._packed = backend.pack([weight_NK], None if bias_N is None else bias_N.float())
-
-    @property
-    def num_bytes(self) -> int:
-        return self._packed.num_bytes
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        out = rows.new_empty(len(rows), self._packed.num_outputs)
-        return self._backend.linear(rows, self._packed, out).view(*x.shape[:-1], -1)
-
-
-class WideEmbedding(nn.Module):
-    """In the place of nn.Embedding: rows stay in the checkpoint's type and are widened when gathered."""
-
-    def __init__(self, weight_VN: Tensor) -> None:
-        super().__init__()
-        self.rows_VN = weight_VN  # not a parameter: those become float32
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.rows_VN[ids].float()
-
-
-class PinnedRope(nn.Module):
-    """In the place of a rope that looks at the longest position of the batch: it has looked at the longest
-    that a sequence may have, and keeps what it computed then. See rope.py for why."""
-
-    def __init__(self, rope: nn.Module, max_model_len: int) -> None:
-        super().__init__()
-        angles = rope(torch.zeros(1), torch.arange(max_model_len)[None])
-        self._is_pair = isinstance(angles, tuple)  # cosines and sines, or complex numbers
-        for i, table in enumerate(angles if self._is_pair else (angles,)):
-            self.register_buffer(f"table{i}", table[0], persistent=False)
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> Any:
-        rows = tuple(table[position_ids] for table in self.buffers())
-        return rows if self._is_pair else rows[0]
-
-
-class Given(nn.Module):
-    """In the place of the layers when a head's logits are wanted: gives it hidden states of before."""
-
-    hidden: Tensor
-
-    def __init__(self, output: type) -> None:
-        super().__init__()
-        self._output = output
-
-    @property
-    def decoder(self) -> "Given":
-        """OPT's head asks the decoder within its layers."""
-        return self
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        return self._output(last_hidden_state=self.hidden)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryModel:
     """A loaded model in two halves, and the shape of its keys and values, as measured."""
@@ -217,9 +154,9 @@ class LibraryModel:
             checkpoint, dtype="auto", local_files_only=True, trust_remote_code=False
         )
         try:
-            _swap_modules(model, backend)
+            swap_modules(model, backend)
             model.float()
-            _pin_ropes(model, max_model_len)
+            pin_ropes(model, max_model_len)
             expected = _own_logits(model)
             model.set_attn_implementation(ATTENTION)
             loaded = cls._in_halves(model, config)
@@ -235,7 +172,7 @@ class LibraryModel:
         nothing = torch.zeros(1, dtype=torch.int64)
         given = Given(type(_forward(layers, nothing, nothing, measure)))
         measure.check(set(getattr(model.config, "layer_types", None) or ()))
-        num_bytes = _num_bytes(model)
+        size = num_bytes(model)
         setattr(model, model.base_model_prefix, given)
         return cls(
             layers=layers,
@@ -245,7 +182,7 @@ class LibraryModel:
             num_layers=len(measure.heads),
             num_kv_heads=measure.heads[0],
             head_dim=-(-measure.head_size // 16) * 16,
-            num_bytes=num_bytes,
+            num_bytes=size,
         )
 
     def _prove(self, backend: Backend, expected: Tensor) -> None:
@@ -308,37 +245,3 @@ def _own_logits(model: Any) -> Tensor:
 
 def _proof_tokens(vocab_size: int) -> Tensor:
     return (torch.arange(2 * PROOF_TOKENS) * 7919 % vocab_size).view(2, PROOF_TOKENS)
-
-
-def _swap_modules(model: nn.Module, backend: Backend) -> None:
-    """Only the very classes: one that is derived from them computes something else."""
-    from transformers.pytorch_utils import Conv1D  # noqa: PLC0415
-
-    for parent, name, module in list(_children(model)):
-        if type(module) is nn.Linear:
-            setattr(parent, name, PackedLinear(module.weight, module.bias, backend))
-        elif type(module) is Conv1D:
-            setattr(parent, name, PackedLinear(module.weight.T.contiguous(), module.bias, backend))
-        elif type(module) is nn.Embedding:
-            setattr(parent, name, WideEmbedding(module.weight.data))
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, module in parent.named_children():
-            yield parent, name, module
-
-
-def _pin_ropes(model: nn.Module, max_model_len: int) -> None:
-    for parent, name, module in list(_children(model)):
-        if getattr(module, "rope_type", None) in DYNAMIC_ROPE_TYPES:
-            setattr(parent, name, PinnedRope(module, max_model_len))
-
-
-def _num_bytes(model: nn.Module) -> int:
-    tensors = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
-    for module in model.modules():
-        if isinstance(module, WideEmbedding):
-            tensors[module.rows_VN.data_ptr()] = module.rows_VN.nbytes
-    packed = sum(module.num_bytes for module in model.modules() if isinstance(module, PackedLinear))
-    return sum(tensors.values()) + packed
