@@ -33,14 +33,14 @@ class ErrorKind(StrEnum):
     """No engine of this model can compute the request: 400."""
     NEVER_FITS = "never_fits"
     """The request exceeds what this engine can ever hold: 400."""
+    OVERLOADED = "overloaded"
+    """The engine's queue is full: 503, may be sent again."""
     INTERNAL = "internal"
     """The engine failed while it computed: 500."""
     ENGINE_LOST = "engine_lost"
     """The engine's process is gone, hung or was removed: 503, may be sent again."""
     NO_ENGINE = "no_engine"
     """No engine is ready: 503, may be sent again."""
-    OVERLOADED = "overloaded"
-    """As many requests wait as may: 503, may be sent again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
