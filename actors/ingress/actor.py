@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 
+from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
 
@@ -48,6 +49,7 @@ class IngressActor:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        settle()
         return IngressInfo(ingress_id=self._ingress_id, url=url)
 
     async def introduce(self, router: Any, engines: Mapping[EngineId, Any], fingerprint: bytes) -> None:

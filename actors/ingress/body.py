@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from shoal.actors.ingress.errors import TIMED_OUT, ApiError, bad_request, invalid_body
-from shoal.actors.ingress.protocol import ApiRequest
+from shoal.actors.ingress.protocol import ModelRequest
 from shoal.actors.ingress.unsupported import refuse_unsupported, unknown_fields
 
 BODY_DEADLINE_S = 60.0
 
-RequestT = TypeVar("RequestT", bound=ApiRequest)
+RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:

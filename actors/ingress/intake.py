@@ -18,7 +18,6 @@ from shoal.actors.ingress.protocol import (
     DetokenizeRequest,
     DetokenizeResponse,
     GenerationRequest,
-    ModelRequest,
     Prompt,
     TokenizeRequest,
     TokenizeResponse,
@@ -102,22 +101,24 @@ class Intake:
 
     def tokenize(self, data: bytes) -> TokenizeResponse:
         body, _ = self._parse(data, TokenizeRequest)
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("Either prompt or messages must be given.", param="prompt")
-        if body.messages is not None:
-            tokens = self._codec.encode_chat(
-                body.messages, add_generation_prompt=body.add_generation_prompt is not False
-            )
-        elif body.prompt is not None and body.add_special_tokens is not False:
-            tokens = self._codec.encode_prompt(body.prompt)
-        else:
-            tokens = self._codec.encode_plainly(body.prompt or "", add_special_tokens=False)
+        tokens = self._tokens(body)
         return TokenizeResponse(
             count=len(tokens),
             max_model_len=self._card.max_model_len,
             tokens=list(tokens),
-            token_strs=[self._codec.decode([token]) for token in tokens] if body.return_token_strs else None,
+            token_strs=self._codec.token_strings(tokens) if body.return_token_strs else None,
         )
+
+    def _tokens(self, body: TokenizeRequest) -> tuple[int, ...]:
+        match body.prompt, body.messages:
+            case str(prompt), None if body.add_special_tokens is False:
+                return self._codec.encode_plainly(prompt, add_special_tokens=False)
+            case str(prompt), None:
+                return self._codec.encode_prompt(prompt)
+            case None, list(messages):
+                opens = body.add_generation_prompt is not False
+                return self._codec.encode_chat(messages, add_generation_prompt=opens)
+        raise bad_request("Either prompt or messages must be given.", param="prompt")
 
     def detokenize(self, data: bytes) -> DetokenizeResponse:
         body, _ = self._parse(data, DetokenizeRequest)
@@ -130,7 +131,6 @@ class Intake:
 
     def _parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
         body, ignored = parse_body(data, model)
-        assert isinstance(body, ModelRequest)
         self.check_model(body.model)
         return body, ignored
 
@@ -201,14 +201,14 @@ class Intake:
         """The seed is chosen here and once, so that an engine that takes over draws the same tokens."""
         default = self._defaults
         return SamplingParams(
-            temperature=_first(body.temperature, default.temperature, 1.0),
-            top_k=min(max(0, _first(body.top_k, default.top_k, 0)), MAX_TOP_K),
-            top_p=_first(body.top_p, default.top_p, 1.0),
-            min_p=_first(body.min_p, default.min_p, 0.0),
-            seed=_first(body.seed, None, secrets.randbits(63)),
-            presence_penalty=_first(body.presence_penalty, None, 0.0),
-            frequency_penalty=_first(body.frequency_penalty, None, 0.0),
-            repetition_penalty=_first(body.repetition_penalty, default.repetition_penalty, 1.0),
+            temperature=_or(body.temperature, default.temperature),
+            top_k=min(max(0, _or(body.top_k, default.top_k)), MAX_TOP_K),
+            top_p=_or(body.top_p, default.top_p),
+            min_p=_or(body.min_p, default.min_p),
+            seed=_or(body.seed, secrets.randbits(63)),
+            presence_penalty=_or(body.presence_penalty, 0.0),
+            frequency_penalty=_or(body.frequency_penalty, 0.0),
+            repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
             logit_bias=self._logit_bias(body),
             min_tokens=body.min_tokens or 0,
         )
@@ -247,7 +247,5 @@ def output_budget(
     return room if default is None else min(default, room)
 
 
-def _first(sent: _T | None, configured: _T | None, otherwise: _T) -> _T:
-    if sent is not None:
-        return sent
-    return otherwise if configured is None else configured
+def _or(sent: _T | None, default: _T) -> _T:
+    return default if sent is None else sent

@@ -77,6 +77,10 @@ class TextCodec:
         """With the special tokens as they are written."""
         return written_text(self.token_bytes, token_ids)
 
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """As the vocabulary has them, spaces and half characters in the tokenizer's own notation."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def _render(self, conversation: list[dict[str, str]], template: str, add_generation_prompt: bool) -> str:
         try:
             return str(

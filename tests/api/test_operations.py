@@ -172,7 +172,7 @@ def test_tokenize_says_what_a_completion_would_compute(http: httpx.Client) -> No
         "count": len(tokens),
         "max_model_len": 128,
         "tokens": tokens,
-        "token_strs": ["<s>", "the", " fox"],
+        "token_strs": ["<s>", "the", "Ġfox"],
     }
     without = http.post("/tokenize", json={"prompt": "the fox", "add_special_tokens": False}).json()
     assert (without["tokens"], without["token_strs"]) == (tokens[1:], None)

@@ -241,7 +241,7 @@ HARMLESS: dict[str, Any] = {
     "user": "someone",
     "metadata": {"unheard": ["of"]},
 }
-PROMPTS = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "x"}}
+PROMPTS: dict[str, dict[str, Any]] = {CHAT: {"messages": [USER]}, COMPLETIONS: {"prompt": "x"}}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
