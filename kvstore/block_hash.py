@@ -17,7 +17,7 @@ KEY_BYTES = 16
 
 
 def root_key(fingerprint: bytes, salt: str) -> BlockKey:
-    """The parent of first blocks. Nothing computed under another fingerprint or salt can have a key below it."""
+    """The parent of first blocks: nothing computed under another fingerprint or salt has a key below it."""
     length = len(fingerprint).to_bytes(8, "little")  # so that no byte can move from one to the other
     return BlockKey(blake2b(length + fingerprint + salt.encode(), digest_size=KEY_BYTES).digest())
 

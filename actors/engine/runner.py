@@ -123,7 +123,9 @@ class ModelRunner:
         ends = np.cumsum([s.end - s.start for s in plan.sequences])
         drawing = [(s, end - 1) for s, end in zip(plan.sequences, ends, strict=True) if s.draw is not None]
         prompt_logprobs = {
-            s.sequence_id: self._prompt_logprobs(s, s.prompt_logprobs, hidden_TN[end - (s.end - s.start) : end])
+            s.sequence_id: self._prompt_logprobs(
+                s, s.prompt_logprobs, hidden_TN[end - (s.end - s.start) : end]
+            )
             for s, end in zip(plan.sequences, ends, strict=True)
             if s.prompt_logprobs is not None
         }

@@ -64,4 +64,3 @@ def test_every_end_token_of_a_list_ends_an_answer(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)  # its own is </s>, 1
     codec = TextCodec.load(written(tmp_path, LLAMA_3))
     assert codec.stop_token_ids == {1, 128001, 128008, 128009}
-    codec.close()

@@ -16,7 +16,8 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("size", [1, 16, 37, 576])
 def test_gather_widens_rows(dtype: torch.dtype, size: int) -> None:
     table, ids = randn(40, size + 3)[:, :size].to(dtype), torch.tensor([39, 0, 7, 7, 21])
-    for backend in [REFERENCE, *every_cpu()]:
+    backends: list[Backend] = [REFERENCE, *every_cpu()]
+    for backend in backends:
         out = torch.full((5, size + 2), 9.0)
         backend.gather(table, ids, out[:, 1:-1])
         assert same_bits(out[:, 1:-1], table[ids].float())

@@ -2,13 +2,18 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
-from shoal.actors.engine.build import LoadedModel
+from shoal.actors.engine.build import DEVICE, LoadedModel
+from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
+from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
+from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest
 from shoal.kernels.cpu import CpuBackend
+from tests.checkpoints import smollm2
 from tests.oracle.recording import Recording, Setup, greedy, serve
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 310, 12
@@ -34,9 +39,11 @@ def neighbours(count: int) -> list[EngineRequest]:
 def shallow(smol: LoadedModel) -> LoadedModel:
     """Its first layers and its head: as strict where a step is slow or there are hundreds of them, since
     every operation is here, and a bit that differs in any layer differs in the logits."""
-    layers = smol.weights.layers[:4]
-    config = replace(smol.config, num_layers=len(layers))
-    return replace(smol, config=config, weights=replace(smol.weights, layers=layers))
+    assert isinstance(smol.config, DecoderConfig) and isinstance(smol.weights, DecoderWeights)
+    weights = replace(smol.weights, layers=smol.weights.layers[:4])
+    config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
+    rotary = rotary_tables(load_config(smollm2()), 2048, config.head_dim, DEVICE)
+    return LoadedModel(config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary))
 
 
 def served_alone(model: LoadedModel) -> Recording:
