@@ -14,7 +14,7 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
-from shoal.actors.engine.models.choose import model_config
+from shoal.actors.engine.models.choose import model_config, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
 from shoal.actors.engine.models.decoder_config import load_config
 from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
@@ -126,7 +126,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         num_rows=limits.num_rows,
         cache=config.prefix_cache,
     )
-    root = fingerprint(config, numerics_id=backend.numerics_id)
+    path = numerics(load_config(Path(config.checkpoint)), config.max_model_len)
+    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {path}")
     return BuiltEngine(
         engine=Engine(Scheduler(limits, pools, fingerprint=root), runner),
         runner=runner,

@@ -15,7 +15,7 @@ _PIECE_BYTES = 64 << 20
 def fingerprint(config: EngineConfig, *, numerics_id: str) -> bytes:
     """Equal only if the weights, the model's configuration and the numerics are, to the bit.
 
-    numerics_id: the backend's. max_model_len counts, because some rope types stretch their angles to it.
+    numerics_id: the backend's, and what the model's path adds.
 
     Reads every byte of the weights, about 1 GB/s a thread where the CPU has SHA instructions (SmolLM2 on two
     threads: 0.2 s); they are in the page cache then, for the load that follows.
@@ -24,7 +24,6 @@ def fingerprint(config: EngineConfig, *, numerics_id: str) -> bytes:
     about = {
         "config.json": json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
         "numerics_id": numerics_id,
-        "max_model_len": config.max_model_len,
         "block_size": config.block_size,
         "kv_cache_dtype": config.kv_cache_dtype,
     }
