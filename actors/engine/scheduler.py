@@ -128,6 +128,9 @@ class Scheduler:
         if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
             message = f"prompt token ids must be from 0 to {config.vocab_size - 1}"
             return RequestError(kind=ErrorKind.INVALID, message=message)
+        if not all(0 <= token < config.vocab_size for token, _ in request.sampling.logit_bias):
+            message = f"token ids of logit_bias must be from 0 to {config.vocab_size - 1}"
+            return RequestError(kind=ErrorKind.INVALID, message=message)
         asked = f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens"
         if len(prompt) + request.max_tokens > config.max_model_len:
             message = f"{asked} exceed the context of {config.max_model_len} tokens"
