@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
 from shoal.actors.engine.prefix_cache import PrefixChanges
@@ -101,6 +101,10 @@ class Engine:
             return self._scheduler.fail(plan, "the engine failed while computing this request")
         self._failed_steps = 0
         return self._scheduler.commit(plan, result)
+
+    def wait(self) -> None:
+        """Until nothing computes. What a step in flight has to say is said by the next `step`."""
+        wait([running for _, running in self._in_flight])
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of scheduler or pools is broken."""

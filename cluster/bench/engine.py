@@ -68,7 +68,10 @@ class Contender(Protocol):
 
 
 class Shoal:
-    """The whole engine, scheduler and sampling included, as its actor drives it."""
+    """The whole engine, scheduler and sampling included, as its actor drives it.
+
+    Nothing is in flight when a turn ends, so that none of it is computed in the peer's turn.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -83,15 +86,17 @@ class Shoal:
             spoken.update(reply.chunk.request_id for reply in self._engine.step())
 
         def steps() -> None:
-            for _ in range(DECODE_STEPS):
+            for _ in range(DECODE_STEPS):  # the first commits what the turn before has computed
                 assert len(self._engine.step()) == len(prompts), "every step decodes the whole batch"
+            self._engine.wait()
 
+        self._engine.wait()
         return steps
 
     def prefill(self, prompt: list[int]) -> None:
         self._abort_all()
         self._submit(prompt, max_tokens=1)
-        while self._engine.num_requests:
+        while self._engine.has_work:
             self._engine.step()
 
     def _submit(self, prompt: list[int], max_tokens: int) -> None:
@@ -108,6 +113,8 @@ class Shoal:
 
     def _abort_all(self) -> None:
         self._engine.abort_all(BENCH)
+        while self._engine.has_work:
+            self._engine.step()
 
 
 def bench_engine(config: EngineConfig, baseline: Contender, console: Console) -> list[Row]:

@@ -9,10 +9,14 @@ import pytest
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.step import SequenceId
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import smollm2
+from tests.checkpoints import smollm2, tiny_mistral, tiny_qwen3
 from tests.oracle.recording import Recording, Served, Setup, greedy, serve
 
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {"smollm2": lambda _: smollm2()}
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
+    "smollm2": lambda _: smollm2(),
+    "qwen3": tiny_qwen3,
+    "windowed mistral": tiny_mistral,
+}
 """Each is given an empty folder that it may write to."""
 
 BLOCK_SIZE, PROMPT_TOKENS = 16, 10 * 16 + 5
@@ -24,7 +28,7 @@ COLD, CACHED = (
 
 @pytest.fixture(scope="module", params=sorted(CHECKPOINTS))
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp(request.param))
+    checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp("checkpoint"))
     return load_model(checkpoint, CpuBackend(2), max_model_len=512)
 
 
