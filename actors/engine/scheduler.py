@@ -122,14 +122,7 @@ class Scheduler:
 
     def _refusal(self, request: EngineRequest) -> RequestError | None:
         prompt, config = request.prompt_token_ids, self._config
-        if not prompt or request.max_tokens < 1:
-            message = "a request needs at least one prompt token and max_tokens of at least 1"
-            return RequestError(kind=ErrorKind.INVALID, message=message)
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            message = f"prompt token ids must be from 0 to {config.vocab_size - 1}"
-            return RequestError(kind=ErrorKind.INVALID, message=message)
-        if not all(0 <= token < config.vocab_size for token, _ in request.sampling.logit_bias):
-            message = f"token ids of logit_bias must be from 0 to {config.vocab_size - 1}"
+        if message := self._mistake(request):
             return RequestError(kind=ErrorKind.INVALID, message=message)
         asked = f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens"
         if len(prompt) + request.max_tokens > config.max_model_len:
@@ -146,6 +139,16 @@ class Scheduler:
         if len(self._sequences) >= config.max_num_seqs + config.max_queued_requests:
             message = f"the engine is full: {len(self._sequences)} requests run or wait"
             return RequestError(kind=ErrorKind.OVERLOADED, message=message)
+        return None
+
+    def _mistake(self, request: EngineRequest) -> str | None:
+        """Why no engine of this model can compute the request."""
+        if not request.prompt_token_ids or request.max_tokens < 1:
+            return "a request needs at least one prompt token and max_tokens of at least 1"
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for what, token_ids in {"prompt": request.prompt_token_ids, "logit_bias": biased}.items():
+            if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._config.vocab_size:
+                return f"token ids of {what} must be from 0 to {self._config.vocab_size - 1}"
         return None
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
