@@ -101,20 +101,21 @@ class FakeDevice(Executor):
         self.eager = eager
         self.wrong: Exception | None = None
         """What a step did that no plan may ask for. The engine would take it for a step that failed."""
-        self._unfinished: list[tuple[StepPlan, Future[StepResult]]] = []
+        self._unfinished: list[tuple[StepPlan, _Step]] = []
 
     def submit(self, run: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
         (plan,) = args
-        for earlier, _future in self._unfinished:
+        for earlier, _step in self._unfinished:
             self._check(plan, earlier)
-        future = _Step(self, lambda: run(plan))
-        self._unfinished.append((plan, future))
+        step = _Step(self, lambda: run(plan))
+        self._unfinished.append((plan, step))
         if self.eager:
-            future.compute()
-        return future
+            for _plan, unfinished in self._unfinished:  # in order
+                unfinished.compute()
+        return step
 
-    def finished(self, future: Future[StepResult]) -> None:
-        self._unfinished = [unfinished for unfinished in self._unfinished if unfinished[1] is not future]
+    def finished(self, step: "_Step") -> None:
+        self._unfinished = [unfinished for unfinished in self._unfinished if unfinished[1] is not step]
 
     def _check(self, plan: StepPlan, earlier: StepPlan) -> None:
         for step in plan.sequences:
@@ -134,6 +135,8 @@ class _Step(Future[StepResult]):
         self._device, self._run = device, run
 
     def compute(self) -> None:
+        if self.done():
+            return
         try:
             self.set_result(self._run())
         except Exception as error:
@@ -142,7 +145,6 @@ class _Step(Future[StepResult]):
             self.set_exception(error)
 
     def result(self, timeout: float | None = None) -> StepResult:
-        if not self.done():
-            self.compute()
+        self.compute()
         self._device.finished(self)
         return super().result()

@@ -225,7 +225,8 @@ class Scheduler:
         queued = {sequence.sequence_id for sequence in [*self._waiting, *self._running]}
         assert queued == self._sequences.keys()
         for sequence in self._waiting:
-            assert sequence.holding == Holding() and sequence.num_planned == sequence.num_computed == 0
+            assert sequence.holding == Holding()
+            assert sequence.num_planned == sequence.num_computed == sequence.num_shared_blocks == 0
         for sequence in self._running:
             table, block_size = sequence.holding.block_table, self._pools.block_size
             assert sequence.num_computed <= sequence.num_planned <= len(table) * block_size

@@ -78,6 +78,20 @@ def test_whoever_is_preempted_keeps_the_token_that_is_being_drawn() -> None:
     assert bench.drained()
 
 
+def test_nobody_is_preempted_for_blocks_that_are_coming_back() -> None:
+    """All three fill their second block at once; one has stopped by then, and its last step is in flight."""
+    bench = Bench(num_blocks=7, cache="naive")
+    stop = generate([2, 0, 0], 5)[-1]
+    for first in (1, 2, 3):
+        stops = {stop} if first == 2 else set()
+        bench.submit(a_request(str(first), [first, 0, 0], max_tokens=7, stop_token_ids=stops))
+    steps = [bench.step() for _ in range(8)]
+    assert [len(step) for step in steps] == [3, 3, 3, 3, 3, 3, 0, 2], "one step long nothing can run"
+    bench.finish()
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.tokens["1"] == generate([1, 0, 0], 7) and bench.tokens["3"] == generate([3, 0, 0], 7)
+
+
 def test_63_a_step_that_fails_takes_only_its_own_requests_along_with_one_in_flight_behind_it() -> None:
     bench = Bench()
     bench.submit(a_request("in both", [1, 2], max_tokens=9))
