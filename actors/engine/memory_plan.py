@@ -59,9 +59,9 @@ def plan_memory(
     max_num_seqs: int,
     max_model_len: int,
 ) -> MemoryPlan:
-    """Divide total_bytes. One sequence of max_model_len must fit, else NotEnoughMemory.
+    """Divide total_bytes: blocks are what is left, since prefixes may fill them all.
 
-    More blocks than max_num_seqs sequences of max_model_len could fill are not taken.
+    One sequence of max_model_len must fit, else NotEnoughMemory.
     """
     # Doubled for the staging buffer that a slot's copies pass through.
     state_bytes = 2 * state_bytes_per_slot * num_state_slots(max_num_seqs) if state_bytes_per_slot else 0
@@ -85,7 +85,7 @@ def plan_memory(
         state_bytes=state_bytes,
         block_bytes=block_bytes,
         block_size=block_size,
-        num_blocks=min(affordable, max_num_seqs * blocks_per_sequence + 1),
+        num_blocks=affordable,
     )
 
 

@@ -37,8 +37,8 @@ def test_state_comes_before_blocks_and_is_doubled_for_its_staging() -> None:
     assert plan.num_blocks == 120 - 26
 
 
-def test_no_more_blocks_than_the_sequences_can_fill() -> None:
-    assert a_plan(max_num_seqs=1, max_model_len=1000).num_blocks == 8 + 1
+def test_prefixes_may_fill_what_sequences_cannot() -> None:
+    assert a_plan(max_num_seqs=1, max_model_len=1000).num_blocks == 120
 
 
 def test_82_too_little_memory_is_refused_with_the_numbers() -> None:
