@@ -25,8 +25,9 @@ def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None
     built = build.build_engine(a_config(tiny_llama(tmp_path), max_num_seqs=4))
     memory = built.memory
     assert memory.block_bytes == 16 * 2 * 2 * 2 * 16 * 4, "16 tokens, 2 layers, K and V, 2 heads of 16 floats"
-    assert 16 + 1 <= memory.num_blocks == 4 * 16 + 1, "no more than four sequences can fill"
-    assert 0 < memory.weights_bytes + memory.step_peak_bytes < 64 * MIB
+    used_bytes = memory.weights_bytes + memory.step_peak_bytes
+    assert used_bytes > 0
+    assert 64 * MIB - 8192 < used_bytes + memory.num_blocks * memory.block_bytes <= 64 * MIB
     assert built.largest_step_s > 0
 
     request = EngineRequest(
