@@ -9,6 +9,11 @@ from torch import Tensor
 from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
 
 
+def torch_numerics() -> str:
+    """What torch's own bits depend on here: nodes that differ in it compute other bits."""
+    return f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchLinear:
     """A float32 copy: bfloat16 products are emulated on most CPUs and several times slower."""
@@ -45,7 +50,7 @@ class TorchGateUp:
 class TorchBackend:
     """Runs on any torch device. A row's bits may depend on its neighbours: torch promises nothing else."""
 
-    numerics_id = "torch-reference"
+    numerics_id = f"torch-reference, {torch_numerics()}"
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = torch.device(device)

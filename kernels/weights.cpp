@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -75,36 +76,47 @@ template <class T> void pack_panel(Linear& to, long panel, int lane0, const T* w
 
 constexpr long FOURS = 2 * 4 * 16;  // values of four k of a pair
 
-// The 16 high bytes that a pair has most, and the fours that have another.
-Linear::Pair survey(const uint16_t* values, long fours) {
-    Linear::Pair pair;
+// The 16 high bytes that most values of a pair have.
+void choose_table(const uint16_t* values, long fours, uint8_t (&table)[16]) {
     long count[256] = {};
     for (long i = 0; i < fours * FOURS; i++) count[values[i] >> 8]++;
     int order[256];
     std::iota(order, order + 256, 0);
     std::stable_sort(order, order + 256, [&](int a, int b) { return count[a] > count[b]; });
-    std::copy_n(order, 16, pair.table);
-    bool known[256] = {};
-    for (uint8_t high : pair.table) known[high] = true;
-    for (long four = 0; four < fours; four++, values += FOURS)
-        if (!std::all_of(values, values + FOURS, [&](uint16_t value) { return known[value >> 8]; })) {
-            auto& rare = pair.rare.emplace_back(four);
-            std::copy_n(values, FOURS, rare.values);
-        }
-    pair.rare.shrink_to_fit();
-    return pair;
+    std::copy_n(order, 16, table);
 }
 
-void encode(const uint16_t* values, long fours, const uint8_t (&table)[16], uint8_t* out) {
-    uint8_t place[256] = {};
-    for (int i = 0; i < 16; i++) place[table[i]] = uint8_t(i);
-    for (long four = 0; four < fours; four++, values += FOURS, out += 192)
+// Where each high byte stands in a table; 16 where it does not.
+class Places {
+public:
+    explicit Places(const uint8_t (&table)[16]) {
+        std::fill_n(place_, 256, uint8_t(16));
+        for (int i = 0; i < 16; i++) place_[table[i]] = uint8_t(i);
+    }
+    uint8_t of(uint16_t value) const { return place_[value >> 8]; }
+    bool any_missing(const uint16_t* four) const {
+        return std::any_of(four, four + FOURS, [&](uint16_t value) { return of(value) == 16; });
+    }
+
+private:
+    uint8_t place_[256];
+};
+
+void encode(const uint16_t* values, long fours, Linear::Pair& pair, uint8_t* out) {
+    const Places places(pair.table);
+    for (long four = 0; four < fours; four++, values += FOURS, out += 192) {
+        if (places.any_missing(values)) {
+            std::copy_n(values, FOURS, pair.rare.emplace_back(four).values);
+            continue;
+        }
         for (long i = 0; i < FOURS; i++) {  // [2][k / 2][lane][k % 2]
             const long panel = i / 64, k = i / 32 % 2 * 2 + i % 2, lane = i / 2 % 16;
             const long at = panel * 64 + lane / 4 * 16 + k / 2 * 8 + lane % 4 * 2 + k % 2;
             out[at] = uint8_t(values[i]);
-            out[128 + at / 2] |= uint8_t(place[values[i] >> 8] << at % 2 * 4);
+            out[128 + at / 2] |= uint8_t(places.of(values[i]) << at % 2 * 4);
         }
+    }
+    pair.rare.shrink_to_fit();
 }
 
 }  // namespace
@@ -151,9 +163,13 @@ EXPORT int shoal_linear_settle(Linear* w, int threads) try {
     const long count = (w->panels() + 1) / 2, fours = w->fours();
     const auto* values = reinterpret_cast<const uint16_t*>(plain.get());
     std::vector<Linear::Pair> pairs(count);
-    parallel(threads, count, [&](long i) { pairs[i] = survey(values + i * fours * FOURS, fours); });
-    long rare = 0;
-    for (const auto& pair : pairs) rare += long(pair.rare.size());
+    std::atomic<long> rare = 0;
+    parallel(threads, count, [&](long i) {
+        const auto* pair = values + i * fours * FOURS;
+        choose_table(pair, fours, pairs[i].table);
+        const Places places(pairs[i].table);
+        for (long four = 0; four < fours; four++) rare += places.any_missing(pair + four * FOURS);
+    });
     if (rare * 16 > count * fours) {  // no trained weights: what lies apart would cost more than is saved
         w->data = zeroed(w->data_bytes());
         std::memcpy(w->data.get(), plain.get(), w->data_bytes());
@@ -164,7 +180,7 @@ EXPORT int shoal_linear_settle(Linear* w, int threads) try {
     w->pairs = std::move(pairs);
     parallel(threads, count, [&](long i) {
         auto* out = reinterpret_cast<uint8_t*>(w->data.get() + i * w->pair_bytes());
-        encode(values + i * fours * FOURS, fours, w->pairs[i].table, out);
+        encode(values + i * fours * FOURS, fours, w->pairs[i], out);
     });
     return 1;
 } catch (const std::bad_alloc&) {

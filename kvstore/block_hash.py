@@ -19,7 +19,8 @@ KEY_BYTES = 16
 def root_key(fingerprint: bytes, salt: str) -> BlockKey:
     """The parent of first blocks: nothing computed under another fingerprint or salt has a key below it."""
     length = len(fingerprint).to_bytes(8, "little")  # so that no byte can move from one to the other
-    return BlockKey(blake2b(length + fingerprint + salt.encode(), digest_size=KEY_BYTES).digest())
+    salted = length + fingerprint + salt.encode("utf-8", "surrogatepass")
+    return BlockKey(blake2b(salted, digest_size=KEY_BYTES).digest())
 
 
 def extend_keys(parent: BlockKey, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:

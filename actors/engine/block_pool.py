@@ -35,8 +35,8 @@ class BlockPool:
     """Hands out block IDs and counts the owners of each.
 
     A request, a cached prefix and a copy still in flight are all owners; to the pool they are the same thing.
-    A block becomes free when its last owner lets go. Both of the engine's pools are of this class: paged
-    blocks, which grow with a sequence, and state slots, of which a sequence has one.
+    A block becomes free when its last owner lets go. All pools of the engine are of this class: paged
+    blocks, which grow with a sequence, and token rows and state slots, of which a sequence has one.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -45,6 +45,8 @@ class LoadedModel:
     config: ModelShape
     weights: Weights
     decoder: MakeDecoder
+    numerics: str
+    """See models.choose.numerics."""
 
     def block_layout(self, block_size: int, dtype: KVDtype) -> BlockLayout:
         return BlockLayout(
@@ -71,14 +73,18 @@ class BuiltEngine:
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
     """On the lean path if that can compute it, else on the library path; else raises UnsupportedModel."""
     hf = load_config(checkpoint)
-    config = model_config(hf)
+    config, path = model_config(hf), numerics(hf, max_model_len)
     if isinstance(config, LibraryConfig):
         library = LibraryModel.load(checkpoint, config, backend, max_model_len=max_model_len)
-        return LoadedModel(config=library, weights=library, decoder=partial(LibraryDecoder, library))
+        return LoadedModel(
+            config=library, weights=library, decoder=partial(LibraryDecoder, library), numerics=path
+        )
     with CheckpointTensors(checkpoint) as tensors:
         weights = DecoderWeights.load(tensors, config, backend)
     rotary = rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
-    return LoadedModel(config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary))
+    return LoadedModel(
+        config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary), numerics=path
+    )
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
@@ -107,6 +113,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     started = time.monotonic()
     step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
     largest_step_s = time.monotonic() - started
+    step_peak_bytes += _peak_bytes(lambda: rehearsal.run(_longest_step(config)))  # beyond what the first left
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
@@ -126,8 +133,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         num_rows=limits.num_rows,
         cache=config.prefix_cache,
     )
-    path = numerics(load_config(Path(config.checkpoint)), config.max_model_len)
-    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {path}")
+    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}")
     return BuiltEngine(
         engine=Engine(Scheduler(limits, pools, fingerprint=root), runner),
         runner=runner,
@@ -164,6 +170,24 @@ def _largest_step(config: EngineConfig) -> StepPlan:
                 draw=Draw(sampling=SamplingParams(), num_prompt_tokens=length),
             )
             for i, length in enumerate(lengths)
+        ),
+    )
+
+
+def _longest_step(config: EngineConfig) -> StepPlan:
+    """As many sequences as a step may have, each at its last row: attention's own memory grows with that."""
+    end = config.max_model_len - 1
+    return StepPlan(
+        step_id=0,
+        sequences=tuple(
+            SequenceStep(
+                sequence_id=SequenceId(i),
+                row=BlockId(i + 1),
+                start=end - 1,
+                end=end,
+                block_table=(NO_BLOCK,) * -(-end // config.block_size),
+            )
+            for i in range(config.max_num_seqs)
         ),
     )
 

@@ -17,8 +17,7 @@ def fingerprint(config: EngineConfig, *, numerics_id: str) -> bytes:
 
     numerics_id: the backend's, and what the model's path adds.
 
-    Reads every byte of the weights, about 1 GB/s a thread where the CPU has SHA instructions (SmolLM2 on two
-    threads: 0.2 s); they are in the page cache then, for the load that follows.
+    Reads every byte of the weights, about 1 GB/s a thread where the CPU has SHA instructions.
     """
     checkpoint = Path(config.checkpoint)
     about = {

@@ -18,21 +18,23 @@ Command = Callable[[Engine], Sequence[Reply]]
 Deliver = Callable[[Sequence[Reply], int], None]
 """Takes what a turn has to say, and how many requests the engine has after it. It may ask the engine more."""
 
-IDLE_WAIT_S = 1.0
-
 
 class EngineLoop:
     """Steps an engine while it has work; sleeps on its inbox when it has none.
 
-    Only this thread touches the engine, so nothing in it needs a lock; `deliver` too is called on it. When an
-    invariant is broken the process ends: its memory cannot be trusted, and a supervisor replaces it.
+    Only this thread touches the engine, so nothing in it needs a lock; `deliver` too is called on it. Once it
+    has been idle for a while it checks every invariant. When one is broken the process ends: its memory
+    cannot be trusted, and a supervisor replaces it.
     """
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+    def __init__(self, engine: Engine, deliver: Deliver, *, idle_wait_s: float = 1.0) -> None:
+        """idle_wait_s: how long it sleeps at a time; a beat and an idle engine's check are as far apart."""
         self._engine = engine
+        self._idle_wait_s = idle_wait_s
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._beat = time.monotonic()
+        self._checked = True
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
@@ -51,13 +53,15 @@ class EngineLoop:
         """Drain the inbox, take one step, say what came of it, while the next one computes."""
         self._beat = time.monotonic()
         had_work = self._engine.has_work
-        commands = self._commands(wait_s=0.0 if had_work else IDLE_WAIT_S)
+        commands = self._commands(wait_s=0.0 if had_work else self._idle_wait_s)
         replies = [reply for command in commands for reply in command(self._engine)]
         replies += self._engine.step()
         if commands or had_work:
             self._deliver(replies, self._engine.num_requests)
-            if not self._engine.has_work:
-                self._engine.check()  # nobody waits for it now
+            self._checked = False
+        elif not self._checked:  # idle for a while: nobody waits for it now
+            self._engine.check()
+            self._checked = True
 
     def _run(self) -> None:
         try:

@@ -52,9 +52,7 @@ class TokenRows:
             if step.known_tokens:
                 known = torch.tensor(step.known_tokens, dtype=torch.int64)
                 self._tokens_RL[step.row, : len(known)] = known
-            if (
-                self._tables[step.row] is not step.block_table
-            ):  # a plan's table is the same object or a new one
+            if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
                 table = torch.tensor(step.block_table, dtype=torch.int32)
                 self._tables_RN[step.row, : len(table)] = table
                 self._tables_RN[step.row, len(table) :] = NO_BLOCK

@@ -64,9 +64,9 @@ class Reply:
 class Scheduler:
     """Waiting and running sequences, and the pools they draw from.
 
-    Order of a step: decodes; then chunks of prompts already begun; then arrivals. Decode comes first so that
-    a long prompt delays nobody's next token by more than one step's budget. Within each, and among those that
-    wait, lower priority values come first, and equal ones by arrival.
+    Order of a step: decodes; then prompts, those already begun and those that wait alike. Decode comes first
+    so that a long prompt delays nobody's next token by more than one step's budget. Within each, lower
+    priority values come first, and equal ones by arrival.
 
     A prompt claims the blocks of its whole length at its first chunk, so only decoding can run out of blocks.
     Then the last in that order is preempted: it gives everything back and waits, in its place, to be computed
@@ -179,14 +179,17 @@ class Scheduler:
             if sequence.num_unplanned == 1 and self._make_room(sequence):
                 steps.append(self._take(sequence, 1))
                 budget -= 1
-        for sequence in self._running:
-            if budget > 0 and sequence.num_unplanned > 1:
-                steps.append(self._take(sequence, budget))
-                budget -= steps[-1].end - steps[-1].start
-        if self.num_preemptions == preempted_before:  # else what was just freed would be taken back at once
-            while budget > 0 and (arrival := self._admit()):
-                steps.append(self._take(arrival, budget))
-                budget -= steps[-1].end - steps[-1].start
+        begun = [sequence for sequence in self._running if sequence.num_unplanned > 1]
+        may_admit = self.num_preemptions == preempted_before  # else what was just freed would be taken back
+        while budget > 0:
+            before = begun[0] if begun else None
+            prompt = (self._admit(before) if may_admit else None) or before
+            if prompt is None:
+                break
+            if prompt is before:
+                del begun[0]
+            steps.append(self._take(prompt, budget))
+            budget -= steps[-1].end - steps[-1].start
         if not steps:
             return None
         plan = StepPlan(step_id=self._next_step, sequences=tuple(steps))
@@ -256,14 +259,17 @@ class Scheduler:
         self.num_preemptions += 1
         insort(self._waiting, sequence, key=_rank)
 
-    def _admit(self) -> Sequence | None:
-        """Start the first that waits if it fits. One that must go on waiting holds back those behind it.
+    def _admit(self, before: Sequence | None) -> Sequence | None:
+        """Start the first that waits if it fits, and comes before `before`. One that must go on waiting holds
+        back those behind it.
 
         A block for each running sequence stays available, so that an arrival is not preempted at once.
         """
         if not self._waiting or len(self._running) >= self._config.max_num_seqs:
             return None
         sequence = self._waiting[0]
+        if before is not None and before.rank < sequence.rank:
+            return None
         if sequence.num_drawing:  # preempted in a step whose token is not known yet
             return None
         block_size = self._pools.block_size

@@ -123,7 +123,7 @@ class Sequence:
 
     def wanted_prompt_logprobs(self, start: int, end: int) -> int | None:
         """What a step over rows start..end - 1 must report of them, if any still is to be reported."""
-        wanted = start < self.num_prompt - 1 and end > self.num_prompt_logprobs
+        wanted = max(start, self.num_prompt_logprobs) < min(end, self.num_prompt - 1)
         return self.request.prompt_logprobs if wanted else None
 
     def take_prompt_logprobs(

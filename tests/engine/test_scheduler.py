@@ -41,6 +41,18 @@ def test_a_long_prompt_is_computed_in_chunks_beside_decodes() -> None:
     assert bench.tokens["long"] == generate(list(range(10)), 3)
 
 
+def test_an_urgent_arrival_does_not_wait_for_a_long_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    bench.submit(a_request("long", list(range(20)), priority=5))
+    assert bench.step() == [(0, 4)]
+    bench.submit(a_request("equal", [1, 2], priority=5))
+    bench.submit(a_request("urgent", [3, 4, 5], max_tokens=1, priority=-5))
+    assert bench.step() == [(0, 3), (4, 1)]
+    assert bench.step() == [(5, 4)], "the equal one came later"
+    bench.finish()
+    assert bench.tokens["long"] == generate(list(range(20)), 3)
+
+
 def test_a_prompt_claims_its_whole_length_at_its_first_chunk() -> None:
     bench = Bench(num_blocks=6, max_num_batched_tokens=4)
     bench.submit(a_request("long", list(range(16)), max_tokens=1))

@@ -43,7 +43,8 @@ def shallow(smol: LoadedModel) -> LoadedModel:
     weights = replace(smol.weights, layers=smol.weights.layers[:4])
     config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
     rotary = rotary_tables(load_config(smollm2()), 2048, config.head_dim, DEVICE)
-    return LoadedModel(config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary))
+    decoder = partial(LeanDecoder, config, weights, rotary)
+    return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)
 
 
 def served_alone(model: LoadedModel) -> Recording:

@@ -1,5 +1,6 @@
 """Against Hugging Face transformers in float32: teacher-forced logits, not only tokens."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.models.decoder_config import (
     UnsupportedModel,
+    decoder_config,
     load_config,
     longest_length,
     usual_length,
@@ -197,3 +199,28 @@ def test_a_tensor_that_nobody_would_read_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(UnsupportedModel, match=r"tensors of no llama: model\.layers\.0\.self_attn\.k_norm"):
         load_model(checkpoint, CpuBackend(1), max_model_len=64)
+
+
+def config_of(tmp_path: Path, **changes: Any) -> Path:
+    checkpoint = tiny_llama(tmp_path)
+    path = checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return checkpoint
+
+
+@pytest.mark.parametrize("model_type", ["granite", "helium", "cohere", "mistral"])
+def test_a_config_of_another_family_is_not_read_as_a_llamas(tmp_path: Path, model_type: str) -> None:
+    """Granite multiplies what llama does not, for one; its weights have llama's names."""
+    hf = load_config(config_of(tmp_path, model_type=model_type))
+    with pytest.raises(UnsupportedModel, match=f"LlamaForCausalLM with model_type {model_type}"):
+        decoder_config(hf)
+
+
+def test_a_window_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="sliding_window 0"):
+        decoder_config(load_config(tiny_mistral(tmp_path, sliding_window=0)))
+
+
+def test_a_config_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="transformers cannot read its config"):
+        load_config(config_of(tmp_path, hidden_size="64"))

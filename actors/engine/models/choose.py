@@ -11,6 +11,7 @@ from shoal.actors.engine.models.decoder_config import (
     rope_types,
 )
 from shoal.actors.engine.models.library_config import LibraryConfig, library_config
+from shoal.kernels.reference import torch_numerics
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,7 +56,7 @@ def numerics(hf: "PretrainedConfig", max_model_len: int) -> str:
     else:
         from transformers import __version__  # noqa: PLC0415
 
-        path = f"library path of transformers {__version__}"
+        path = f"library path of transformers {__version__}, {torch_numerics()}"
     if set(rope_types(hf)) & set(DYNAMIC_ROPE_TYPES):
         path += f", rope for {max_model_len} positions"
     return path

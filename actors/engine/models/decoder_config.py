@@ -74,13 +74,13 @@ def _windows_by_layer(hf: "PretrainedConfig") -> tuple[int | None, ...]:
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
 
-LEAN_ARCHITECTURES: dict[str, Callable[["PretrainedConfig"], _Options]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
+LEAN_ARCHITECTURES: dict[str, tuple[str, Callable[["PretrainedConfig"], _Options]]] = {
+    "LlamaForCausalLM": ("llama", _llama),
+    "MistralForCausalLM": ("mistral", _mistral),
+    "Qwen2ForCausalLM": ("qwen2", _qwen2),
+    "Qwen3ForCausalLM": ("qwen3", _qwen3),
 }
-"""What each differs in from a llama without biases."""
+"""The type of each one's config, and what it differs in from a llama without biases."""
 
 
 def load_config(checkpoint: Path) -> "PretrainedConfig":
@@ -92,8 +92,8 @@ def load_config(checkpoint: Path) -> "PretrainedConfig":
         hf: PretrainedConfig = AutoConfig.from_pretrained(
             checkpoint, local_files_only=True, trust_remote_code=False
         )
-    except (ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # whatever a config's class, or its validation, makes of a strange value
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UnsupportedModel(f"{checkpoint}: transformers cannot read its config.json: {reason}") from error
     return hf
 
@@ -103,6 +103,9 @@ def decoder_config(hf: "PretrainedConfig") -> DecoderConfig:
     architecture = architecture_of(hf)
     if architecture not in LEAN_ARCHITECTURES:
         raise UnsupportedModel(f"architecture {architecture}")
+    model_type, options_of = LEAN_ARCHITECTURES[architecture]
+    if hf.model_type != model_type:  # then it means by its fields what that type means by them
+        raise UnsupportedModel(f"architecture {architecture} with model_type {hf.model_type}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
     kinds, layer_kinds = rope_types(hf), set(getattr(hf, "layer_types", None) or ())
     for what, wrong in {
@@ -116,7 +119,9 @@ def decoder_config(hf: "PretrainedConfig") -> DecoderConfig:
         if wrong:
             raise UnsupportedModel(what)
     options: _Options = {"windows": (None,) * hf.num_hidden_layers}
-    options.update(LEAN_ARCHITECTURES[architecture](hf))
+    options.update(options_of(hf))
+    if 0 in options["windows"]:
+        raise UnsupportedModel("sliding_window 0")
     return DecoderConfig(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,

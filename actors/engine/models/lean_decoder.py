@@ -1,9 +1,9 @@
 """The lean decoder: one readable module for llama, mistral, qwen2 and qwen3, on the exact path.
 
 On the exact path every operation is a backend's, whose result for a row depends on that row alone. So a
-token's logits are the same bits in a prompt, in a chunk of one, or beside other requests. Torch computes
-nothing here, not even a gather: its OpenMP threads spin for milliseconds after every operation that they
-share, on the cores that our kernels want.
+token's logits are the same bits in a prompt, in a chunk of one, or beside other requests. Not even gathers
+are torch's: its OpenMP threads spin for milliseconds after an operation that they share, on the cores that
+our kernels want.
 """
 
 from collections.abc import Callable
