@@ -44,7 +44,7 @@ def test_locations() -> None:
         Rows(
             sequence_T=torch.tensor([0] * 20 + [1] * 5, dtype=torch.int32),
             position_T=torch.tensor([*range(20), *range(5)], dtype=torch.int32),
-            table_SN=rows.tables(torch.tensor([1, 2]), 2),
+            table_SN=rows.tables(torch.tensor([1, 2])),
         ),
     )
     for stored, sign in ((pool.layers[0].k_PBHD, 1), (pool.layers[0].v_PBHD, -1)):
@@ -71,4 +71,4 @@ def test_a_table_is_read_anew_when_it_has_changed() -> None:
     for table in ((1, 2, 3), (1, 4), (5,)):
         rows.load(StepPlan(step_id=1, sequences=(a_step(1, (7,), *table),)))
         padded = [*table, 0, 0][:3]
-        assert rows.tables(torch.tensor([1]), 3).tolist() == [padded]
+        assert rows.tables(torch.tensor([1]))[:, :3].tolist() == [padded]
