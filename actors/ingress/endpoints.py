@@ -101,12 +101,15 @@ class Endpoints:
     async def _generate(
         self, request: Request, take: Callable[[bytes], Intent], shape: type[Answer]
     ) -> Response:
-        intent = await self._take(request, take)
+        def taken(data: bytes) -> tuple[Intent, list[Transcript]]:
+            intent = take(data)
+            return intent, [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
+
+        intent, choices = await self._take(request, taken)
         self._warn(request, intent.ignored)
         body = intent.body
         timeout_s = min(body.timeout or self._timeout_s, self._timeout_s)
         deadline = Deadline(arrived=request.state.arrived, timeout_s=timeout_s)
-        choices = [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
         include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
         answer = shape(
             intent.answer_id,

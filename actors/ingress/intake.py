@@ -22,6 +22,7 @@ from shoal.actors.ingress.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import EngineRequest, ModelCard, RequestId, SamplingParams
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
@@ -38,11 +39,21 @@ class Asked:
 
     request: EngineRequest
     block_keys: tuple[BlockKey, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     echo: str | None = None
     """The prompt as text, if the answer begins with it."""
     is_silent: bool = False
     """Only the prompt is of interest. An engine draws at least one token, which is dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What is the same for all the prompts of a body, and costs time to make."""
+
+    sampling: SamplingParams
+    """But for the seed."""
+    stop_token_ids: frozenset[int]
+    stop: tuple[StopString, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,7 @@ class Intake:
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
         asked = self._asked(
             body,
+            self._shared(body),
             answer_id,
             prompt,
             max_tokens=output_budget(
@@ -93,8 +105,9 @@ class Intake:
             raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         is_only_one = len(body.prompt) == 1
+        shared = self._shared(body)
         choices = tuple(
-            self._completion(body, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
+            self._completion(body, shared, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
             for index, prompt in enumerate(body.prompt)
         )
         return Intent(answer_id=answer_id, body=body, choices=choices, ignored=ignored)
@@ -134,7 +147,7 @@ class Intake:
         self.check_model(body.model)
         return body, ignored
 
-    def _completion(self, body: CompletionRequest, request_id: str, prompt: Prompt) -> Asked:
+    def _completion(self, body: CompletionRequest, shared: _Shared, request_id: str, prompt: Prompt) -> Asked:
         if isinstance(prompt, str):
             text, token_ids = prompt, self._codec.encode_prompt(prompt)
         else:
@@ -149,6 +162,7 @@ class Intake:
         )
         return self._asked(
             body,
+            shared,
             request_id,
             token_ids,
             max_tokens=max_tokens,
@@ -160,6 +174,7 @@ class Intake:
     def _asked(
         self,
         body: GenerationRequest,
+        shared: _Shared,
         request_id: str,
         prompt: tuple[int, ...],
         *,
@@ -179,8 +194,9 @@ class Intake:
             attempt=1,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
-            stop_token_ids=self._stop_token_ids(body),
-            sampling=self._sampling(body),
+            stop_token_ids=shared.stop_token_ids,
+            # The seed is chosen here and once, so that an engine that takes over draws the same tokens.
+            sampling=replace(shared.sampling, seed=_or(body.seed, secrets.randbits(63))),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             cache_salt=body.cache_salt or "",
@@ -188,8 +204,13 @@ class Intake:
         )
         # A prompt whose logprobs are wanted is computed in full, wherever it is.
         keys = prefix_keys(self._card, request.cache_salt, prompt) if prompt_logprobs is None else ()
-        return Asked(
-            request=request, block_keys=keys, stop=tuple(body.stop or ()), echo=echo, is_silent=is_silent
+        return Asked(request=request, block_keys=keys, stop=shared.stop, echo=echo, is_silent=is_silent)
+
+    def _shared(self, body: GenerationRequest) -> _Shared:
+        return _Shared(
+            sampling=self._sampling(body),
+            stop_token_ids=self._stop_token_ids(body),
+            stop=tuple(map(StopString, body.stop or ())),
         )
 
     def _stop_token_ids(self, body: GenerationRequest) -> frozenset[int]:
@@ -198,14 +219,12 @@ class Intake:
         return frozenset(own) if body.ignore_eos else self._codec.stop_token_ids | frozenset(own)
 
     def _sampling(self, body: GenerationRequest) -> SamplingParams:
-        """The seed is chosen here and once, so that an engine that takes over draws the same tokens."""
         default = self._defaults
         return SamplingParams(
             temperature=_or(body.temperature, default.temperature),
             top_k=min(max(0, _or(body.top_k, default.top_k)), MAX_TOP_K),
             top_p=_or(body.top_p, default.top_p),
             min_p=_or(body.min_p, default.min_p),
-            seed=_or(body.seed, secrets.randbits(63)),
             presence_penalty=_or(body.presence_penalty, 0.0),
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),

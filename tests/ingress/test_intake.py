@@ -115,6 +115,14 @@ def test_case_73_each_prompt_is_a_choice(intake: Intake) -> None:
     assert [asked.request.sampling.seed for asked in intent.choices] == [5, 5]
 
 
+def test_what_all_prompts_share_is_made_once(intake: Intake) -> None:
+    one, two = intake.completion(b'{"prompt": ["the", "fox"], "logit_bias": {"7": 1}, "stop": "end"}').choices
+    assert one.stop is two.stop
+    assert one.request.stop_token_ids is two.request.stop_token_ids
+    assert one.request.sampling.logit_bias is two.request.sampling.logit_bias
+    assert one.request.sampling.seed != two.request.sampling.seed
+
+
 @pytest.mark.parametrize(
     ("fields", "logprobs", "prompt_logprobs"),
     [
