@@ -40,6 +40,13 @@ class TokenBytes:
             piece = self._pieces[token_id] = self._decode(token_id, context=[_ANCHOR])
         return piece
 
+    def longest(self) -> int:
+        """Bytes of the longest token as it is written."""
+        return max(map(len, map(self._written_bytes, self._tokenizer.get_vocab())), default=1)
+
+    def _written_bytes(self, token: str) -> bytes:
+        return token.encode() if self._byte_level is None else _byte_level_bytes(token, self._byte_level)
+
     def written(self, token_id: int) -> bytes:
         """The token by itself, for people: special ones as they are written, unknown ones by their number."""
         if token_id in self._special:

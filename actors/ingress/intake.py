@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shoal.actors.ingress.body import RequestT, parse_body
-from shoal.actors.ingress.errors import bad_request, context_length_exceeded, unknown_model, unknown_token
+from shoal.actors.ingress.errors import (
+    bad_request,
+    context_length_exceeded,
+    prompt_too_long,
+    unknown_model,
+    unknown_token,
+)
 from shoal.actors.ingress.generation_config import GenerationDefaults
 from shoal.actors.ingress.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -81,7 +88,7 @@ class Intake:
         body, ignored = self._parse(data, ChatCompletionRequest)
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
-        prompt = self._codec.encode_chat(body.messages)
+        prompt = self._encode_chat(body.messages)
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
         asked = self._asked(
             body,
@@ -125,13 +132,31 @@ class Intake:
     def _tokens(self, body: TokenizeRequest) -> tuple[int, ...]:
         match body.prompt, body.messages:
             case str(prompt), None if body.add_special_tokens is False:
+                self._check_length(prompt, param="prompt")
                 return self._codec.encode_plainly(prompt, add_special_tokens=False)
             case str(prompt), None:
-                return self._codec.encode_prompt(prompt)
+                return self._encode_prompt(prompt)
             case None, list(messages):
                 opens = body.add_generation_prompt is not False
-                return self._codec.encode_chat(messages, add_generation_prompt=opens)
+                return self._encode_chat(messages, add_generation_prompt=opens)
         raise bad_request("Either prompt or messages must be given.", param="prompt")
+
+    def _encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        self._check_length(prompt, param="prompt")
+        return self._codec.encode_prompt(prompt)
+
+    def _encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        rendered = self._codec.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        self._check_length(rendered, param="messages")
+        return self._codec.encode_chat(rendered)
+
+    def _check_length(self, text: str, *, param: str) -> None:
+        """A text that cannot fit is not tokenized."""
+        fewest = self._codec.fewest_tokens(text)
+        if fewest > self._card.max_model_len:
+            raise prompt_too_long(len(text.encode()), fewest, self._card.max_model_len, param=param)
 
     def detokenize(self, data: bytes) -> DetokenizeResponse:
         body, _ = self._parse(data, DetokenizeRequest)
@@ -149,10 +174,10 @@ class Intake:
 
     def _completion(self, body: CompletionRequest, shared: _Shared, request_id: str, prompt: Prompt) -> Asked:
         if isinstance(prompt, str):
-            text, token_ids = prompt, self._codec.encode_prompt(prompt)
+            token_ids = self._encode_prompt(prompt)
         else:
             self._check_ids(prompt, param="prompt")
-            text, token_ids = self._codec.decode(prompt) if body.echo else "", prompt
+            token_ids = prompt
         max_tokens = output_budget(
             len(token_ids),
             wanted=None if body.max_tokens is None else max(1, body.max_tokens),
@@ -167,9 +192,12 @@ class Intake:
             token_ids,
             max_tokens=max_tokens,
             logprobs=body.logprobs,
-            echo=text if body.echo else None,
+            echo=self._echo(prompt) if body.echo else None,
             is_silent=body.max_tokens == 0,
         )
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._codec.decode(prompt)
 
     def _asked(
         self,

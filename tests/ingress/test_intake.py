@@ -195,6 +195,34 @@ def test_case_43_a_prompt_that_leaves_no_room_is_refused(num_prompt_tokens: int)
     assert raised.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("ask", "body", "param"),
+    [
+        (Intake.completion, {"prompt": ["the", "the " * 1000]}, "prompt"),
+        (Intake.chat, {"messages": [{"role": "user", "content": "the " * 1000}]}, "messages"),
+        (Intake.tokenize, {"prompt": "the " * 1000}, "prompt"),
+        (Intake.tokenize, {"prompt": "the " * 1000, "add_special_tokens": False}, "prompt"),
+        (Intake.tokenize, {"messages": [{"role": "user", "content": "the " * 1000}]}, "messages"),
+    ],
+)
+def test_case_43_a_text_that_cannot_fit_is_not_tokenized(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch, ask: Any, body: Mapping[str, Any], param: str
+) -> None:
+    intake, encode = Intake(card(), codec, GenerationDefaults()), codec.encode_plainly
+    encoded: list[str] = []
+
+    def recorded(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        encoded.append(text)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(codec, "encode_plainly", recorded)
+    message = r"128 tokens, but a prompt of 40\d\d bytes counts as at least 33\d"
+    with pytest.raises(ApiError, match=message) as raised:
+        ask(intake, json.dumps(body).encode())
+    assert (raised.value.code, raised.value.body["error"]["param"]) == ("context_length_exceeded", param)
+    assert all(len(text) < 1000 for text in encoded)
+
+
 def test_the_vocabulary_is_the_models(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, byte_level_tokenizer(), configs={"config.json": {"vocab_size": 512}})
     intake = Intake(card(), TextCodec.load(folder), GenerationDefaults())
