@@ -68,10 +68,7 @@ class Intent:
     """What one body asks for as a whole."""
 
     answer_id: str
-    body: GenerationRequest
     choices: tuple[Asked, ...]
-    ignored: tuple[str, ...]
-    """Names of fields that nobody here knows."""
 
 
 class Intake:
@@ -84,8 +81,13 @@ class Intake:
         """Engines know it, and the front door may open before them."""
         self._card = replace(self._card, fingerprint=fingerprint)
 
-    def chat(self, data: bytes) -> Intent:
-        body, ignored = self._parse(data, ChatCompletionRequest)
+    def parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+        """Also the names of fields that nobody here knows."""
+        body, ignored = parse_body(data, model)
+        self.check_model(body.model)
+        return body, ignored
+
+    def chat(self, body: ChatCompletionRequest) -> Intent:
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
         prompt = self._encode_chat(body.messages)
@@ -104,10 +106,9 @@ class Intake:
             ),
             logprobs=body.top_logprobs or 0 if body.logprobs else None,
         )
-        return Intent(answer_id=answer_id, body=body, choices=(asked,), ignored=ignored)
+        return Intent(answer_id=answer_id, choices=(asked,))
 
-    def completion(self, data: bytes) -> Intent:
-        body, ignored = self._parse(data, CompletionRequest)
+    def completion(self, body: CompletionRequest) -> Intent:
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
         answer_id = f"cmpl-{secrets.token_hex(16)}"
@@ -117,10 +118,10 @@ class Intake:
             self._completion(body, shared, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
             for index, prompt in enumerate(body.prompt)
         )
-        return Intent(answer_id=answer_id, body=body, choices=choices, ignored=ignored)
+        return Intent(answer_id=answer_id, choices=choices)
 
     def tokenize(self, data: bytes) -> TokenizeResponse:
-        body, _ = self._parse(data, TokenizeRequest)
+        body, _ = self.parse(data, TokenizeRequest)
         tokens = self._tokens(body)
         return TokenizeResponse(
             count=len(tokens),
@@ -159,18 +160,13 @@ class Intake:
             raise prompt_too_long(len(text.encode()), fewest, self._card.max_model_len, param=param)
 
     def detokenize(self, data: bytes) -> DetokenizeResponse:
-        body, _ = self._parse(data, DetokenizeRequest)
+        body, _ = self.parse(data, DetokenizeRequest)
         self._check_ids(body.tokens, param="tokens")
         return DetokenizeResponse(prompt=self._codec.decode(body.tokens))
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self._card.name:
             raise unknown_model(name)
-
-    def _parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
-        body, ignored = parse_body(data, model)
-        self.check_model(body.model)
-        return body, ignored
 
     def _completion(self, body: CompletionRequest, shared: _Shared, request_id: str, prompt: Prompt) -> Asked:
         if isinstance(prompt, str):

@@ -61,7 +61,7 @@ class TextCodec:
         return cls(tokenizer, stop_token_ids=stop_token_ids, num_token_ids=num_token_ids)
 
     def fewest_tokens(self, text: str) -> int:
-        """As how many a text counts before it is tokenized, which costs seconds and gigabytes if it is long."""
+        """As how many a text counts before it is tokenized: a long one takes seconds and gigabytes."""
         return -(-len(text.encode()) // self._max_token_bytes)
 
     def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
