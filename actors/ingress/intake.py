@@ -231,9 +231,14 @@ class Intake:
         return Asked(request=request, block_keys=keys, stop=shared.stop, echo=echo, is_silent=is_silent)
 
     def _shared(self, body: GenerationRequest) -> _Shared:
+        stop_token_ids = self._stop_token_ids(body)
+        if body.min_tokens and len(stop_token_ids) >= self._codec.num_token_ids:
+            raise bad_request(
+                "min_tokens: an answer cannot go on where every token ends it.", param="min_tokens"
+            )
         return _Shared(
             sampling=self._sampling(body),
-            stop_token_ids=self._stop_token_ids(body),
+            stop_token_ids=stop_token_ids,
             stop=tuple(map(StopString, body.stop or ())),
         )
 
@@ -261,6 +266,8 @@ class Intake:
         for name, value in (body.logit_bias or {}).items():
             if not (name.isascii() and name.isdecimal() and len(name) <= 10):
                 raise bad_request(f"logit_bias: {name[:32]!r} is not a token id.", param="logit_bias")
+            if int(name) in bias:
+                raise bad_request(f"logit_bias: {int(name)} is there twice.", param="logit_bias")
             bias[int(name)] = value
         self._check_ids(list(bias), param="logit_bias")
         return tuple(bias.items())

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
-from shoal.actors.messages import FinishReason, ModelCard
+from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
 from tests.api.fakes import FakeDispatcher, Script
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
@@ -152,7 +152,19 @@ def test_metrics_tell_what_happened(door: Door) -> None:
         "shoal_inter_token_latency_seconds_sum": 2 * 0.5,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert not [name for name in metrics if not name.startswith("shoal_")]
+    assert not [name for name in metrics if not name.startswith("shoal_") or "_created" in name]
+
+
+def test_a_prompt_is_counted_once_an_engine_has_computed_it(door: Door) -> None:
+    refusal = RequestError(kind=ErrorKind.OVERLOADED, message="full")
+    door.dispatcher.scripts = {
+        (BOS, *tokens_of("fox")): Script(error=refusal, pause_s=1.0),
+        (BOS, *tokens_of("the")): Script(token_ids=tokens_of("alpha"), num_cached_tokens=2),
+    }
+    assert door.post("/v1/completions", {"prompt": ["fox", "the"]}).status_code == 503
+    metrics = door.metrics()
+    assert metrics["shoal_prompt_tokens_total"] == 1 + len(tokens_of("the"))
+    assert metrics["shoal_cached_prompt_tokens_total"] == 2
 
 
 def test_a_client_that_leaves_is_counted_as_one(http: httpx.Client, dispatcher: FakeDispatcher) -> None:

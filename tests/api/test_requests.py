@@ -98,12 +98,14 @@ def test_case_62_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) 
         ({"logit_bias": {"3": 101}}, "logit_bias.3"),
         ({"logit_bias": [3]}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias"),
+        ({"logit_bias": {"3": 1, "03": 2}}, "logit_bias"),
         ({"min_p": 1.1}, "min_p"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(320))}, "min_tokens"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [7] * 1025}, "stop_token_ids"),
@@ -293,6 +295,15 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     response = http.get(CHAT)
     assert error_of(response, 405)
     assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/org/tiny"])
+def test_what_can_be_got_has_a_head(http: httpx.Client, dispatcher: FakeDispatcher, path: str) -> None:
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+    dispatcher.is_ready = False
+    assert http.head(path).status_code == http.get(path).status_code
 
 
 def test_a_body_has_a_limit_declared_or_not(http: httpx.Client) -> None:
