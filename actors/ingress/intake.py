@@ -193,7 +193,7 @@ class Intake:
         )
 
     def _echo(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._codec.decode(prompt)
+        return prompt if isinstance(prompt, str) else self._codec.decode(prompt, goes_on=True)
 
     def _asked(
         self,

@@ -82,9 +82,9 @@ class TextCodec:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """With the special tokens as they are written."""
-        return written_text(self.token_bytes, token_ids)
+    def decode(self, token_ids: Sequence[int], *, goes_on: bool = False) -> str:
+        """With the special tokens as they are written; a character that will yet be completed is left out."""
+        return written_text(self.token_bytes, token_ids, goes_on=goes_on)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """As the vocabulary has them, spaces and half characters in the tokenizer's own notation."""

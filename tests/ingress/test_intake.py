@@ -170,6 +170,12 @@ def test_token_ids_are_echoed_as_what_they_were_made_from(intake: Intake) -> Non
     assert completion(intake, prompt=list(tokens_of(text)), echo=True).echo == text
 
 
+def test_half_a_character_at_the_end_of_an_echo_is_left_to_the_answer(intake: Intake) -> None:
+    whole = list(tokens_of("the 日"))
+    assert completion(intake, prompt=whole, echo=True).echo == "the 日"
+    assert completion(intake, prompt=whole[:-1], echo=True).echo == "the "
+
+
 def test_keys_name_the_complete_blocks_of_a_prompt(codec: TextCodec, intake: Intake) -> None:
     prompt = tuple(range(5, 14))
     asked = completion(intake, prompt=list(prompt), cache_salt="a")

@@ -221,3 +221,12 @@ def test_an_echo_alone_says_nothing_else() -> None:
 def test_an_echo_without_logprobs_is_only_text() -> None:
     said = echoing("t", [BOS, token_id(TOKENIZER, "t")], logprobs=None)
     assert said.feed(chunk("a")) == TextDelta(text="ta")
+
+
+def test_a_character_between_prompt_and_answer_stands_where_it_begins() -> None:
+    *prompt, last = TOKENIZER.encode("the日").ids
+    said = echoing("the", [BOS, *prompt])
+    first, second = said.feed(prompt_chunk(prompt)), said.feed(scored_chunk([last], FinishReason.LENGTH))
+    assert first.text + second.text == "the日"
+    begun = [token.offset for token in (*first.tokens, *second.tokens)][-2:]
+    assert begun == [3, 3]
