@@ -14,7 +14,7 @@ from prometheus_client import (
 
 from shoal.actors.ingress.protocol import Finish, Usage
 
-disable_created_metrics()  # a series more for each that is of use
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
 _NEXT_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)

@@ -127,6 +127,23 @@ def test_beyond_its_limit_the_door_is_closed_for_requests_and_open_for_probes(
     assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 1
 
 
+def test_a_full_cluster_is_logged_once_a_second_and_counted_each_time(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    door.dispatcher.script = Script(error=RequestError(kind=ErrorKind.OVERLOADED, message="full"))
+
+    async def scenario() -> None:
+        async with door.client() as client:
+            for pause_s in (0.0, 0.5, 0.6, 0.0):
+                await asyncio.sleep(pause_s)
+                response = await client.post("/v1/completions", json={"prompt": ""})
+                assert response.status_code == 503
+
+    run_in_virtual_time(scenario())
+    assert ["full" in record.getMessage() for record in caplog.records] == [True, True]
+    assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 4
+
+
 def test_metrics_tell_what_happened(door: Door) -> None:
     door.dispatcher.script = Script(
         token_ids=tokens_of("alpha"), pause_s=0.5, num_cached_tokens=4, finish_reason=FinishReason.STOP
