@@ -3,6 +3,7 @@
 import hmac
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.params import Depends as Dependency
@@ -60,9 +61,9 @@ def create_app(
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.intake = intake  # to be told the fingerprint
-    app.add_api_route("/health", endpoints.health)
-    app.add_api_route("/ready", endpoints.ready)
-    app.add_api_route("/metrics", endpoints.metrics)
+    _add_get(app.router, "/health", endpoints.health)
+    _add_get(app.router, "/ready", endpoints.ready)
+    _add_get(app.router, "/metrics", endpoints.metrics)
     app.include_router(_guarded_routes(endpoints, api_key))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(PromptError, _prompt_error)
@@ -91,9 +92,15 @@ def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
             responses={200: {"model": answered}},
         )
     router.add_api_route("/reset_prefix_cache", endpoints.reset_prefix_cache, methods=["POST"])
-    router.add_api_route("/v1/models", endpoints.models)
-    router.add_api_route("/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
+    _add_get(router, "/v1/models", endpoints.models)
+    _add_get(router, "/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
     return router
+
+
+def _add_get(router: APIRouter, path: str, endpoint: Callable[..., Any]) -> None:
+    """And HEAD, by which load balancers probe. On its own: one route's methods share an operation's name."""
+    router.add_api_route(path, endpoint)
+    router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:

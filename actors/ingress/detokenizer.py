@@ -15,6 +15,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+MAX_INCOMPLETE_BYTES = 3
+"""Of a character's four."""
 _ANCHOR = "a"
 """Any ordinary token: decoders trim the first one of a text, so a token's own text is read behind another."""
 
@@ -39,6 +41,13 @@ class TokenBytes:
         if piece is None:
             piece = self._pieces[token_id] = self._decode(token_id, context=[_ANCHOR])
         return piece
+
+    def longest(self) -> int:
+        """Bytes of the longest token as it is written."""
+        return max(map(len, map(self._written_bytes, self._tokenizer.get_vocab())), default=1)
+
+    def _written_bytes(self, token: str) -> bytes:
+        return token.encode() if self._byte_level is None else _byte_level_bytes(token, self._byte_level)
 
     def written(self, token_id: int) -> bytes:
         """The token by itself, for people: special ones as they are written, unknown ones by their number."""
@@ -66,11 +75,13 @@ class TokenBytes:
 
 
 class Detokenizer:
-    """One stream's text. An incomplete character at the very end is never shown."""
+    """One stream's text. An incomplete character at the very end is never shown; one that the prompt began
+    is the stream's as soon as it is complete."""
 
     def __init__(self, table: TokenBytes, prompt_token_ids: Sequence[int]) -> None:
         self._table = table
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = _incremental_utf8()
+        self._utf8.decode(_incomplete_end(table, prompt_token_ids))
         self._begins_the_text = not any(map(table.is_visible, prompt_token_ids))
 
     def push(self, token_id: int) -> str:
@@ -80,8 +91,27 @@ class Detokenizer:
         return self._utf8.decode(self._table.piece(token_id))
 
 
-def written_text(table: TokenBytes, token_ids: Iterable[int]) -> str:
-    """What these tokens were made from, special ones included, as far as the tokenizer can be reversed."""
+def _incremental_utf8() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+def _incomplete_end(table: TokenBytes, token_ids: Sequence[int]) -> bytes:
+    """What a text leaves of a character that it begins and does not complete: at most three bytes."""
+    end = b""
+    for token_id in reversed(token_ids):
+        if len(end) >= MAX_INCOMPLETE_BYTES or not table.is_visible(token_id):
+            break
+        end = table.piece(token_id) + end
+    utf8 = _incremental_utf8()
+    utf8.decode(end[-MAX_INCOMPLETE_BYTES:])
+    return utf8.getstate()[0]
+
+
+def written_text(table: TokenBytes, token_ids: Iterable[int], *, goes_on: bool = False) -> str:
+    """What these tokens were made from, special ones included, as far as the tokenizer can be reversed.
+
+    If the text goes on, a character that is incomplete at its end belongs to what follows.
+    """
     pieces = []
     begins_the_text = True
     for token_id in token_ids:
@@ -90,7 +120,7 @@ def written_text(table: TokenBytes, token_ids: Iterable[int]) -> str:
             pieces.append(table.leading_piece(token_id))
         else:
             pieces.append(table.written(token_id))
-    return b"".join(pieces).decode("utf-8", "replace")
+    return _incremental_utf8().decode(b"".join(pieces), final=not goes_on)
 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> set[str]:

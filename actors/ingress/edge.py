@@ -20,6 +20,7 @@ REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
+QUIET_S = 1.0
 CLIENT_CLOSED_REQUEST = 499
 """Seen in logs and metrics only: whoever would read it is gone."""
 
@@ -34,6 +35,7 @@ class Edge:
         self._metrics = metrics
         self._max_open_requests = max_open_requests
         self._num_open = 0
+        self._quiet_until: dict[str, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +48,7 @@ class Edge:
             "arrived": now(),
             "warning": None,
             "metrics": self._metrics,
+            "quiet_until": self._quiet_until,
         }
         status = CLIENT_CLOSED_REQUEST
 
@@ -83,15 +86,27 @@ class Edge:
 
 
 def report_failure(scope: Scope, error: Exception) -> None:
-    """A failure of the cluster in a line, one of ours with its traceback, a client's mistake not at all."""
+    """A failure of the cluster in a line, one of ours with its traceback, a client's mistake not at all.
+
+    Of a cluster that is full or gone each request could tell: one line a second does, metrics count them all.
+    """
     request_id = scope["state"]["request_id"]
     if not isinstance(error, ApiError):
         logger.error("request %s failed", request_id, exc_info=error)
         error = internal_error()
-    elif error.status >= 500:
+    elif error.status >= 500 and not (error.status == 503 and _is_quiet(scope, str(error.code))):
         logger.warning("request %s: %s %s", request_id, error.status, error.detail or error)
     if error.status >= 500:
         scope["state"]["metrics"].count_error(str(error.code))
+
+
+def _is_quiet(scope: Scope, code: str) -> bool:
+    """Whether this was said less than a second ago; if not, it is said now."""
+    now, quiet_until = asyncio.get_running_loop().time(), scope["state"]["quiet_until"]
+    if now < quiet_until.get(code, 0.0):
+        return True
+    quiet_until[code] = now + QUIET_S
+    return False
 
 
 def _endpoint(scope: Scope) -> str:

@@ -5,7 +5,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from typing import TypeVar
@@ -18,11 +18,17 @@ from pydantic import BaseModel
 from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, CompletionAnswer
 from shoal.actors.ingress.body import read_body
 from shoal.actors.ingress.dispatch import Dispatcher
-from shoal.actors.ingress.errors import not_ready
+from shoal.actors.ingress.errors import not_ready, timed_out
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
 from shoal.actors.ingress.intake import Intake, Intent
 from shoal.actors.ingress.metrics import Metrics
-from shoal.actors.ingress.protocol import Model, ModelList
+from shoal.actors.ingress.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Model,
+    ModelList,
+)
 from shoal.actors.ingress.responses import EventStream, while_connected
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.ingress.transcript import TextDelta, Transcript
@@ -37,6 +43,7 @@ _UNPRINTABLE = re.compile(r"[^!-~]")
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+GenerationT = TypeVar("GenerationT", bound=GenerationRequest)
 
 
 class Endpoints:
@@ -58,14 +65,16 @@ class Endpoints:
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
+        # Parsing is short, so it never waits for tokenizing: the request's own deadline is known at once.
+        self._parsers = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="intake")
         self._names_warned_of: set[str] = set()
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, self._intake.chat, ChatAnswer)
+        return await self._generate(request, ChatCompletionRequest, self._intake.chat, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, self._intake.completion, CompletionAnswer)
+        return await self._generate(request, CompletionRequest, self._intake.completion, CompletionAnswer)
 
     async def tokenize(self, request: Request) -> Response:
         return await self._converted(request, self._intake.tokenize)
@@ -99,14 +108,23 @@ class Endpoints:
         return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _generate(
-        self, request: Request, take: Callable[[bytes], Intent], shape: type[Answer]
+        self,
+        request: Request,
+        model: type[GenerationT],
+        take: Callable[[GenerationT], Intent],
+        shape: type[Answer],
     ) -> Response:
-        intent = await self._take(request, take)
-        self._warn(request, intent.ignored)
-        body = intent.body
-        timeout_s = min(body.timeout or self._timeout_s, self._timeout_s)
-        deadline = Deadline(arrived=request.state.arrived, timeout_s=timeout_s)
-        choices = [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
+        data = await read_body(request, max_bytes=self._max_body_bytes)
+        work = partial(self._intake.parse, data, model)
+        body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, work)
+        self._warn(request, ignored)
+        deadline = self._deadline(request, body.timeout)
+
+        def taken() -> tuple[Intent, list[Transcript]]:
+            intent = take(body)
+            return intent, [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
+
+        intent, choices = await self._off_loop(request, deadline, self._threads, taken)
         include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
         answer = shape(
             intent.answer_id,
@@ -121,22 +139,44 @@ class Endpoints:
             return EventStream(events, deadline=deadline.at)
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
         written = partial(answer.whole, said, total_usage(choices))
-        content = await self._off_loop(written) if include_logprobs else written()
+        if include_logprobs:
+            content = await self._off_loop(request, deadline, self._threads, written)
+        else:
+            content = written()
         return Response(content, media_type="application/json")
 
     async def _converted(self, request: Request, convert: Callable[[bytes], BaseModel]) -> Response:
-        def written(data: bytes) -> str:
+        data = await read_body(request, max_bytes=self._max_body_bytes)
+
+        def written() -> str:
             return convert(data).model_dump_json()
 
-        return Response(await self._take(request, written), media_type="application/json")
+        content = await self._off_loop(request, self._deadline(request), self._threads, written)
+        return Response(content, media_type="application/json")
 
-    async def _take(self, request: Request, take: Callable[[bytes], _T]) -> _T:
-        data = await read_body(request, max_bytes=self._max_body_bytes)
-        return await self._off_loop(partial(take, data))
+    def _deadline(self, request: Request, timeout_s: float | None = None) -> Deadline:
+        timeout_s = min(timeout_s or self._timeout_s, self._timeout_s)
+        return Deadline(arrived=request.state.arrived, timeout_s=timeout_s)
 
-    async def _off_loop(self, work: Callable[[], _T]) -> _T:
-        """Work that would keep every stream waiting if the prompt, or what is told of it, is long."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def _off_loop(
+        self, request: Request, deadline: Deadline, threads: Executor, work: Callable[[], _T]
+    ) -> _T:
+        """Work that would keep every stream waiting if the prompt, or what is told of it, is long.
+
+        Raises ApiError at the deadline and ClientGone when the client goes: at once, though a thread that has
+        begun goes on. Work that has not begun by then never does.
+        """
+
+        async def worked() -> _T:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+        try:
+            async with asyncio.timeout_at(deadline.at) as limit:
+                return await while_connected(request.receive, worked())
+        except TimeoutError:
+            if limit.expired():
+                raise timed_out(deadline.timeout_s) from None
+            raise
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
         """In the answer's headers every time, in the log once a name."""

@@ -95,6 +95,14 @@ def context_length_exceeded(
     return bad_request(message, param=param, code="context_length_exceeded")
 
 
+def prompt_too_long(num_bytes: int, fewest_tokens: int, max_model_len: int, *, param: str) -> ApiError:
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens,"
+        f" but a prompt of {num_bytes} bytes counts as at least {fewest_tokens}."
+    )
+    return bad_request(message, param=param, code="context_length_exceeded")
+
+
 def engine_error(error: RequestError) -> ApiError:
     """Of the engine's own words those about the request are for the client; the rest go to the log."""
     match error.kind:

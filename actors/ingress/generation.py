@@ -65,7 +65,7 @@ async def text_deltas(
         for listener in listeners:
             listener.cancel()
         await asyncio.gather(*listeners, return_exceptions=True)
-        metrics.count_tokens(total_usage(choices))
+        metrics.count_tokens(total_usage([choice for choice in choices if choice.has_begun]))
 
 
 class _Watch:

@@ -9,11 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from shoal.actors.ingress.body import RequestT, parse_body
-from shoal.actors.ingress.errors import bad_request, context_length_exceeded, unknown_model, unknown_token
+from shoal.actors.ingress.errors import (
+    bad_request,
+    context_length_exceeded,
+    prompt_too_long,
+    unknown_model,
+    unknown_token,
+)
 from shoal.actors.ingress.generation_config import GenerationDefaults
 from shoal.actors.ingress.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
+    ChatMessage,
     CompletionRequest,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -22,6 +29,7 @@ from shoal.actors.ingress.protocol import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import EngineRequest, ModelCard, RequestId, SamplingParams
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
@@ -38,7 +46,7 @@ class Asked:
 
     request: EngineRequest
     block_keys: tuple[BlockKey, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop: tuple[StopString, ...] = ()
     echo: str | None = None
     """The prompt as text, if the answer begins with it."""
     is_silent: bool = False
@@ -46,14 +54,21 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """What is the same for all the prompts of a body, and costs time to make."""
+
+    sampling: SamplingParams
+    """But for the seed."""
+    stop_token_ids: frozenset[int]
+    stop: tuple[StopString, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Intent:
     """What one body asks for as a whole."""
 
     answer_id: str
-    body: GenerationRequest
     choices: tuple[Asked, ...]
-    ignored: tuple[str, ...]
-    """Names of fields that nobody here knows."""
 
 
 class Intake:
@@ -66,14 +81,20 @@ class Intake:
         """Engines know it, and the front door may open before them."""
         self._card = replace(self._card, fingerprint=fingerprint)
 
-    def chat(self, data: bytes) -> Intent:
-        body, ignored = self._parse(data, ChatCompletionRequest)
+    def parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
+        """Also the names of fields that nobody here knows."""
+        body, ignored = parse_body(data, model)
+        self.check_model(body.model)
+        return body, ignored
+
+    def chat(self, body: ChatCompletionRequest) -> Intent:
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
-        prompt = self._codec.encode_chat(body.messages)
+        prompt = self._encode_chat(body.messages)
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
         asked = self._asked(
             body,
+            self._shared(body),
             answer_id,
             prompt,
             max_tokens=output_budget(
@@ -85,22 +106,22 @@ class Intake:
             ),
             logprobs=body.top_logprobs or 0 if body.logprobs else None,
         )
-        return Intent(answer_id=answer_id, body=body, choices=(asked,), ignored=ignored)
+        return Intent(answer_id=answer_id, choices=(asked,))
 
-    def completion(self, data: bytes) -> Intent:
-        body, ignored = self._parse(data, CompletionRequest)
+    def completion(self, body: CompletionRequest) -> Intent:
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         is_only_one = len(body.prompt) == 1
+        shared = self._shared(body)
         choices = tuple(
-            self._completion(body, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
+            self._completion(body, shared, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
             for index, prompt in enumerate(body.prompt)
         )
-        return Intent(answer_id=answer_id, body=body, choices=choices, ignored=ignored)
+        return Intent(answer_id=answer_id, choices=choices)
 
     def tokenize(self, data: bytes) -> TokenizeResponse:
-        body, _ = self._parse(data, TokenizeRequest)
+        body, _ = self.parse(data, TokenizeRequest)
         tokens = self._tokens(body)
         return TokenizeResponse(
             count=len(tokens),
@@ -112,16 +133,34 @@ class Intake:
     def _tokens(self, body: TokenizeRequest) -> tuple[int, ...]:
         match body.prompt, body.messages:
             case str(prompt), None if body.add_special_tokens is False:
+                self._check_length(prompt, param="prompt")
                 return self._codec.encode_plainly(prompt, add_special_tokens=False)
             case str(prompt), None:
-                return self._codec.encode_prompt(prompt)
+                return self._encode_prompt(prompt)
             case None, list(messages):
                 opens = body.add_generation_prompt is not False
-                return self._codec.encode_chat(messages, add_generation_prompt=opens)
+                return self._encode_chat(messages, add_generation_prompt=opens)
         raise bad_request("Either prompt or messages must be given.", param="prompt")
 
+    def _encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        self._check_length(prompt, param="prompt")
+        return self._codec.encode_prompt(prompt)
+
+    def _encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> tuple[int, ...]:
+        rendered = self._codec.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        self._check_length(rendered, param="messages")
+        return self._codec.encode_chat(rendered)
+
+    def _check_length(self, text: str, *, param: str) -> None:
+        """A text that cannot fit is not tokenized."""
+        fewest = self._codec.fewest_tokens(text)
+        if fewest > self._card.max_model_len:
+            raise prompt_too_long(len(text.encode()), fewest, self._card.max_model_len, param=param)
+
     def detokenize(self, data: bytes) -> DetokenizeResponse:
-        body, _ = self._parse(data, DetokenizeRequest)
+        body, _ = self.parse(data, DetokenizeRequest)
         self._check_ids(body.tokens, param="tokens")
         return DetokenizeResponse(prompt=self._codec.decode(body.tokens))
 
@@ -129,17 +168,12 @@ class Intake:
         if name is not None and name != self._card.name:
             raise unknown_model(name)
 
-    def _parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
-        body, ignored = parse_body(data, model)
-        self.check_model(body.model)
-        return body, ignored
-
-    def _completion(self, body: CompletionRequest, request_id: str, prompt: Prompt) -> Asked:
+    def _completion(self, body: CompletionRequest, shared: _Shared, request_id: str, prompt: Prompt) -> Asked:
         if isinstance(prompt, str):
-            text, token_ids = prompt, self._codec.encode_prompt(prompt)
+            token_ids = self._encode_prompt(prompt)
         else:
             self._check_ids(prompt, param="prompt")
-            text, token_ids = self._codec.decode(prompt) if body.echo else "", prompt
+            token_ids = prompt
         max_tokens = output_budget(
             len(token_ids),
             wanted=None if body.max_tokens is None else max(1, body.max_tokens),
@@ -149,17 +183,22 @@ class Intake:
         )
         return self._asked(
             body,
+            shared,
             request_id,
             token_ids,
             max_tokens=max_tokens,
             logprobs=body.logprobs,
-            echo=text if body.echo else None,
+            echo=self._echo(prompt) if body.echo else None,
             is_silent=body.max_tokens == 0,
         )
+
+    def _echo(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._codec.decode(prompt, goes_on=True)
 
     def _asked(
         self,
         body: GenerationRequest,
+        shared: _Shared,
         request_id: str,
         prompt: tuple[int, ...],
         *,
@@ -179,8 +218,9 @@ class Intake:
             attempt=1,
             prompt_token_ids=prompt,
             max_tokens=max_tokens,
-            stop_token_ids=self._stop_token_ids(body),
-            sampling=self._sampling(body),
+            stop_token_ids=shared.stop_token_ids,
+            # The seed is chosen here and once, so that an engine that takes over draws the same tokens.
+            sampling=replace(shared.sampling, seed=_or(body.seed, secrets.randbits(63))),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             cache_salt=body.cache_salt or "",
@@ -188,8 +228,18 @@ class Intake:
         )
         # A prompt whose logprobs are wanted is computed in full, wherever it is.
         keys = prefix_keys(self._card, request.cache_salt, prompt) if prompt_logprobs is None else ()
-        return Asked(
-            request=request, block_keys=keys, stop=tuple(body.stop or ()), echo=echo, is_silent=is_silent
+        return Asked(request=request, block_keys=keys, stop=shared.stop, echo=echo, is_silent=is_silent)
+
+    def _shared(self, body: GenerationRequest) -> _Shared:
+        stop_token_ids = self._stop_token_ids(body)
+        if body.min_tokens and len(stop_token_ids) >= self._codec.num_token_ids:
+            raise bad_request(
+                "min_tokens: an answer cannot go on where every token ends it.", param="min_tokens"
+            )
+        return _Shared(
+            sampling=self._sampling(body),
+            stop_token_ids=stop_token_ids,
+            stop=tuple(map(StopString, body.stop or ())),
         )
 
     def _stop_token_ids(self, body: GenerationRequest) -> frozenset[int]:
@@ -198,14 +248,12 @@ class Intake:
         return frozenset(own) if body.ignore_eos else self._codec.stop_token_ids | frozenset(own)
 
     def _sampling(self, body: GenerationRequest) -> SamplingParams:
-        """The seed is chosen here and once, so that an engine that takes over draws the same tokens."""
         default = self._defaults
         return SamplingParams(
             temperature=_or(body.temperature, default.temperature),
             top_k=min(max(0, _or(body.top_k, default.top_k)), MAX_TOP_K),
             top_p=_or(body.top_p, default.top_p),
             min_p=_or(body.min_p, default.min_p),
-            seed=_or(body.seed, secrets.randbits(63)),
             presence_penalty=_or(body.presence_penalty, 0.0),
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             repetition_penalty=_or(body.repetition_penalty, default.repetition_penalty),
@@ -218,6 +266,8 @@ class Intake:
         for name, value in (body.logit_bias or {}).items():
             if not (name.isascii() and name.isdecimal() and len(name) <= 10):
                 raise bad_request(f"logit_bias: {name[:32]!r} is not a token id.", param="logit_bias")
+            if int(name) in bias:
+                raise bad_request(f"logit_bias: {int(name)} is there twice.", param="logit_bias")
             bias[int(name)] = value
         self._check_ids(list(bias), param="logit_bias")
         return tuple(bias.items())

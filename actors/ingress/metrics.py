@@ -3,10 +3,18 @@
 Labels are bounded: routes, statuses and error codes are ours, never what a client sent.
 """
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from shoal.actors.ingress.protocol import Finish, Usage
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
 _NEXT_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
 _REQUEST_S = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
@@ -40,7 +48,7 @@ class Metrics:
         )
         self._prompt_tokens = Counter(
             "shoal_prompt_tokens",
-            "Tokens of prompts sent to engines, cached ones included.",
+            "Tokens of prompts that have had a first token of an answer, cached ones included.",
             registry=registry,
         )
         self._cached_tokens = Counter(

@@ -15,6 +15,10 @@ Prompt = str | tuple[int, ...]
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
+MAX_NAMED_TOKENS = 1024
+"""Of logit_bias and of stop_token_ids: they travel with each prompt of a request."""
 MAX_LOGPROBS = 20
 """Of either endpoint: OpenAI stops at 5 for completions, vLLM at 20 for both."""
 MAX_PROMPTS = 256
@@ -96,23 +100,29 @@ class GenerationRequest(ModelRequest):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+            Field(max_length=MAX_NAMED_TOKENS),
+        ]
+        | None
+    ) = None
     """Token id, in decimal, to what is added to its logit."""
     stop: (
         Annotated[
-            list[Annotated[str, Field(min_length=1)]],
+            list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
             Field(max_length=MAX_STOP_STRINGS),
             BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
         ]
         | None
     ) = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_NAMED_TOKENS)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     max_tokens: AtLeastOne | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     priority: Int64 | None = None
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds from the arrival of the request to the end of its answer."""

@@ -3,6 +3,28 @@
 from collections.abc import Sequence
 
 
+class StopString:
+    """With its Knuth-Morris-Pratt table: whatever the text, a character of it takes constant time.
+
+    The table takes time of its own, so it is made once for all the prompts of a request.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = [0] * len(text)
+        """[i]: the longest proper prefix of the stop string that its first i + 1 characters end with."""
+        length = 0
+        for index in range(1, len(text)):
+            length = self.extended(length, text[index])
+            self._shorter[index] = length
+
+    def extended(self, length: int, char: str) -> int:
+        """What of the stop string a text ends with after char, that ended with `length` characters of it."""
+        while length and self.text[length] != char:
+            length = self._shorter[length - 1]
+        return length + (self.text[length] == char)
+
+
 class StopStrings:
     """Lets text through up to the first stop string that is complete.
 
@@ -10,8 +32,10 @@ class StopStrings:
     end at the same character the longest wins. The outcome depends on the text alone, not on how it was cut.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._automata = [_PrefixAutomaton(stop) for stop in stops]
+    def __init__(self, stops: Sequence[StopString]) -> None:
+        self._stops = stops
+        self._matched = [0] * len(stops)
+        """Of each stop string: how much of its beginning the text ends with."""
         self._held = ""
         self.found = False
 
@@ -19,16 +43,23 @@ class StopStrings:
         """The text that may be shown now. After a stop string was found there is none."""
         if self.found:
             return ""
-        if not self._automata:
+        if not self._stops:
             return text
         buffered = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
-            matched = [len(a.stop) for a in self._automata if a.advance(char)]
-            if matched:
+            self._matched = [
+                stop.extended(length, char) for stop, length in zip(self._stops, self._matched, strict=True)
+            ]
+            complete = [
+                length
+                for stop, length in zip(self._stops, self._matched, strict=True)
+                if length == len(stop.text)
+            ]
+            if complete:
                 self.found = True
                 self._held = ""
-                return buffered[: end - max(matched)]
-        cut = len(buffered) - max(a.matched for a in self._automata)
+                return buffered[: end - max(complete)]
+        cut = len(buffered) - max(self._matched)
         self._held = buffered[cut:]
         return buffered[:cut]
 
@@ -36,28 +67,3 @@ class StopStrings:
         """At the end of the stream what was held back is ordinary text."""
         held, self._held = self._held, ""
         return held
-
-
-class _PrefixAutomaton:
-    """Knuth-Morris-Pratt: the longest prefix of the stop string that the text ends with, in constant time a
-    character, so that a long stop string cannot keep the event loop busy."""
-
-    def __init__(self, stop: str) -> None:
-        self.stop = stop
-        self.matched = 0
-        self._shorter = [0] * len(stop)
-        """[i]: the longest proper prefix of stop that stop[:i + 1] ends with."""
-        length = 0
-        for index in range(1, len(stop)):
-            length = self._extended(length, stop[index])
-            self._shorter[index] = length
-
-    def advance(self, char: str) -> bool:
-        """Whether the stop string is now complete; it is not asked again after that."""
-        self.matched = self._extended(self.matched, char)
-        return self.matched == len(self.stop)
-
-    def _extended(self, length: int, char: str) -> int:
-        while length and self.stop[length] != char:
-            length = self._shorter[length - 1]
-        return length + (self.stop[length] == char)

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from shoal.actors.ingress.detokenizer import TokenBytes, written_text
 from shoal.actors.ingress.protocol import ChatMessage
+
+LOSS = 4
+"""So much longer may a text be where a tokenizer does not keep all of it: NFC makes 9 bytes of Hangul 3."""
 
 
 class PromptError(ValueError):
@@ -35,6 +39,7 @@ class TextCodec:
         self._bos: int | None = tokenizer.bos_token_id
         self._adds_bos = self._bos is not None and self.encode_plainly("a", True)[:1] == (self._bos,)
         self.token_bytes = TokenBytes(self._backend)
+        self._max_token_bytes = self.token_bytes.longest() * (LOSS if _loses_text(self._backend) else 1)
         self.stop_token_ids = stop_token_ids | _ids(tokenizer.eos_token_id)
         self.num_token_ids = len(tokenizer) if num_token_ids is None else num_token_ids
         """Those that the model has a row for; often more than the tokenizer has tokens."""
@@ -55,13 +60,17 @@ class TextCodec:
         num_token_ids = config.get("text_config", config).get("vocab_size")
         return cls(tokenizer, stop_token_ids=stop_token_ids, num_token_ids=num_token_ids)
 
-    def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
-    ) -> tuple[int, ...]:
+    def fewest_tokens(self, text: str) -> int:
+        """As how many a text counts before it is tokenized: a long one takes seconds and gigabytes."""
+        return -(-len(text.encode()) // self._max_token_bytes)
+
+    def render_chat(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         if self._template is None:
             raise PromptError("This model has no chat template; use /v1/completions.")
         conversation = [_template_data(message, self._template) for message in messages]
-        rendered = self._render(conversation, self._template, add_generation_prompt)
+        return self._render(conversation, self._template, add_generation_prompt)
+
+    def encode_chat(self, rendered: str) -> tuple[int, ...]:
         return self._with_bos(self.encode_plainly(rendered, add_special_tokens=False))
 
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
@@ -73,9 +82,9 @@ class TextCodec:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(encoding.ids)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """With the special tokens as they are written."""
-        return written_text(self.token_bytes, token_ids)
+    def decode(self, token_ids: Sequence[int], *, goes_on: bool = False) -> str:
+        """With the special tokens as they are written; a character that will yet be completed is left out."""
+        return written_text(self.token_bytes, token_ids, goes_on=goes_on)
 
     def token_strings(self, token_ids: Sequence[int]) -> list[str]:
         """As the vocabulary has them, spaces and half characters in the tokenizer's own notation."""
@@ -113,6 +122,12 @@ def _default_template(tokenizer: PreTrainedTokenizerFast) -> str | None:
     """Of several named templates, as some checkpoints have for tools or retrieval, the plain one."""
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
+
+
+def _loses_text(tokenizer: Tokenizer) -> bool:
+    """Normalizers shorten a text, and some special tokens swallow the spaces beside them."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    return tokenizer.normalizer is not None or any(token.lstrip or token.rstrip for token in added)
 
 
 def _template_data(message: ChatMessage, template: str) -> dict[str, str]:

@@ -34,6 +34,8 @@ class Transcript:
         self._num_chars = len(asked.echo or "")
         self._num_tokens = 0
         self._num_cached_tokens = 0
+        self.has_begun = False
+        """An engine has drawn a token: its prompt is computed, or was cached."""
 
     @property
     def usage(self) -> Usage:
@@ -41,6 +43,7 @@ class Transcript:
 
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""
+        self.has_begun |= bool(chunk.token_ids)
         self._num_cached_tokens = chunk.num_cached_tokens or self._num_cached_tokens
         texts: list[str] = []
         tokens: list[ScoredToken] = []

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
-from shoal.actors.messages import FinishReason, ModelCard
+from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
 from tests.api.fakes import FakeDispatcher, Script
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
@@ -127,6 +127,23 @@ def test_beyond_its_limit_the_door_is_closed_for_requests_and_open_for_probes(
     assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 1
 
 
+def test_a_full_cluster_is_logged_once_a_second_and_counted_each_time(
+    door: Door, caplog: pytest.LogCaptureFixture
+) -> None:
+    door.dispatcher.script = Script(error=RequestError(kind=ErrorKind.OVERLOADED, message="full"))
+
+    async def scenario() -> None:
+        async with door.client() as client:
+            for pause_s in (0.0, 0.5, 0.6, 0.0):
+                await asyncio.sleep(pause_s)
+                response = await client.post("/v1/completions", json={"prompt": ""})
+                assert response.status_code == 503
+
+    run_in_virtual_time(scenario())
+    assert ["full" in record.getMessage() for record in caplog.records] == [True, True]
+    assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 4
+
+
 def test_metrics_tell_what_happened(door: Door) -> None:
     door.dispatcher.script = Script(
         token_ids=tokens_of("alpha"), pause_s=0.5, num_cached_tokens=4, finish_reason=FinishReason.STOP
@@ -152,7 +169,19 @@ def test_metrics_tell_what_happened(door: Door) -> None:
         "shoal_inter_token_latency_seconds_sum": 2 * 0.5,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert not [name for name in metrics if not name.startswith("shoal_")]
+    assert not [name for name in metrics if not name.startswith("shoal_") or "_created" in name]
+
+
+def test_a_prompt_is_counted_once_an_engine_has_computed_it(door: Door) -> None:
+    refusal = RequestError(kind=ErrorKind.OVERLOADED, message="full")
+    door.dispatcher.scripts = {
+        (BOS, *tokens_of("fox")): Script(error=refusal, pause_s=1.0),
+        (BOS, *tokens_of("the")): Script(token_ids=tokens_of("alpha"), num_cached_tokens=2),
+    }
+    assert door.post("/v1/completions", {"prompt": ["fox", "the"]}).status_code == 503
+    metrics = door.metrics()
+    assert metrics["shoal_prompt_tokens_total"] == 1 + len(tokens_of("the"))
+    assert metrics["shoal_cached_prompt_tokens_total"] == 2
 
 
 def test_a_client_that_leaves_is_counted_as_one(http: httpx.Client, dispatcher: FakeDispatcher) -> None:

@@ -87,6 +87,7 @@ def test_case_62_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) 
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": ""}, "stop[0]"),
+        ({"stop": "a" * 1025}, "stop[0]"),
         ({"stop": 7}, "stop"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
@@ -96,16 +97,21 @@ def test_case_62_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) 
         ({"logit_bias": {"٣": 1}}, "logit_bias"),
         ({"logit_bias": {"3": 101}}, "logit_bias.3"),
         ({"logit_bias": [3]}, "logit_bias"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias"),
+        ({"logit_bias": {"3": 1, "03": 2}}, "logit_bias"),
         ({"min_p": 1.1}, "min_p"),
         ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": -2.1}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"min_tokens": -1}, "min_tokens"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+        ({"min_tokens": 1, "stop_token_ids": list(range(320))}, "min_tokens"),
         ({"stop_token_ids": [320]}, "stop_token_ids"),
         ({"stop_token_ids": [True]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [7] * 1025}, "stop_token_ids"),
         ({"ignore_eos": 1}, "ignore_eos"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"cache_salt": "a" * 257}, "cache_salt"),
         ({"priority": 0.5}, "priority"),
         ({"timeout": 0}, "timeout"),
         ({"logprobs": 21}, "logprobs"),
@@ -114,7 +120,7 @@ def test_case_62_a_body_that_is_no_json_object(http: httpx.Client, body: bytes) 
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_case_62_wrong_types_and_ranges(
@@ -289,6 +295,15 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     response = http.get(CHAT)
     assert error_of(response, 405)
     assert response.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/v1/models", "/v1/models/org/tiny"])
+def test_what_can_be_got_has_a_head(http: httpx.Client, dispatcher: FakeDispatcher, path: str) -> None:
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+    dispatcher.is_ready = False
+    assert http.head(path).status_code == http.get(path).status_code
 
 
 def test_a_body_has_a_limit_declared_or_not(http: httpx.Client) -> None:

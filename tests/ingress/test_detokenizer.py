@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from shoal.actors.ingress.detokenizer import Detokenizer, TokenBytes
+from shoal.actors.ingress.detokenizer import Detokenizer, TokenBytes, written_text
 from tests.ingress.checkpoints import byte_level_tokenizer, metaspace_tokenizer, token_id
 
 BYTE_LEVEL = byte_level_tokenizer()
@@ -104,3 +104,22 @@ def test_a_metaspace_stream_continues_its_prompt_with_any_text(text: str) -> Non
 @given(st.lists(st.integers(0, token_id(METASPACE, "<0x00>") - 1), min_size=1, max_size=40))
 def test_a_metaspace_stream_begins_its_text_with_any_tokens(token_ids: list[int]) -> None:
     assert "".join(pieces(METASPACE, [1], token_ids)) == METASPACE.decode(token_ids)
+
+
+def byte_level_ids(data: bytes) -> list[int]:
+    """A token for each byte."""
+    by_byte = {TABLES[id(BYTE_LEVEL)].piece(one): one for one in range(BYTE_LEVEL.get_vocab_size())}
+    return [by_byte[bytes([byte])] for byte in data]
+
+
+@given(st.text(alphabet="aé日😀", max_size=6).map(str.encode) | st.binary(max_size=12), st.integers(0, 12))
+def test_a_character_that_the_prompt_begins_is_not_lost(data: bytes, cut: int) -> None:
+    prompt_ids, token_ids = byte_level_ids(data[:cut]), byte_level_ids(data[cut:] + b"t")
+    shown = "".join(pieces(BYTE_LEVEL, prompt_ids, token_ids))
+    prompt = written_text(TABLES[id(BYTE_LEVEL)], prompt_ids, goes_on=True)
+    assert prompt + shown == (data + b"t").decode(errors="replace")
+
+
+def test_a_special_token_ends_a_character_that_was_begun() -> None:
+    half, end = byte_level_ids(b"\xe6\x97"), token_id(BYTE_LEVEL, "<|im_end|>")
+    assert pieces(BYTE_LEVEL, [*half, end], byte_level_ids(b"t")) == ["t"]

@@ -10,6 +10,7 @@ from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation import KEEP_ALIVE_S, Deadline, text_deltas
 from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
@@ -78,7 +79,7 @@ class Listening:
 
     def __init__(self, dispatcher: Recorded, *stops: str) -> None:
         self.dispatcher = dispatcher
-        self.stops = stops
+        self.stops = tuple(map(StopString, stops))
         self.heard: Heard = []
         self.open_prompts: list[set[int]] = []
         self.times: list[float] = []

@@ -7,7 +7,8 @@ import pytest
 
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation_config import GenerationDefaults
-from shoal.actors.ingress.intake import Asked, Intake, output_budget, prefix_keys
+from shoal.actors.ingress.intake import Asked, Intake, Intent, output_budget, prefix_keys
+from shoal.actors.ingress.protocol import ChatCompletionRequest, CompletionRequest, TokenizeResponse
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard, SamplingParams
 from shoal.kvstore.block_hash import extend_keys, root_key
@@ -36,14 +37,26 @@ def intake(codec: TextCodec) -> Intake:
 
 
 def completion(intake: Intake, **fields: Any) -> Asked:
-    [asked] = intake.completion(json.dumps({"prompt": "the fox", **fields}).encode()).choices
+    [asked] = completions(intake, {"prompt": "the fox", **fields}).choices
     return asked
+
+
+def completions(intake: Intake, body: Mapping[str, Any]) -> Intent:
+    return intake.completion(intake.parse(json.dumps(body).encode(), CompletionRequest)[0])
 
 
 def chat(intake: Intake, **fields: Any) -> Asked:
     messages = [{"role": "user", "content": "Hello"}]
-    [asked] = intake.chat(json.dumps({"messages": messages, **fields}).encode()).choices
+    [asked] = chats(intake, {"messages": messages, **fields}).choices
     return asked
+
+
+def chats(intake: Intake, body: Mapping[str, Any]) -> Intent:
+    return intake.chat(intake.parse(json.dumps(body).encode(), ChatCompletionRequest)[0])
+
+
+def tokenize(intake: Intake, body: Mapping[str, Any]) -> TokenizeResponse:
+    return intake.tokenize(json.dumps(body).encode())
 
 
 def test_each_field_goes_where_the_engine_reads_it(intake: Intake) -> None:
@@ -106,13 +119,22 @@ def test_token_ids_are_taken_as_they_are(intake: Intake) -> None:
 
 
 def test_case_73_each_prompt_is_a_choice(intake: Intake) -> None:
-    intent = intake.completion(b'{"prompt": ["the", "fox"], "seed": 5}')
+    intent = completions(intake, {"prompt": ["the", "fox"], "seed": 5})
     assert [text_of(asked.request.prompt_token_ids) for asked in intent.choices] == ["<s>the", "<s>fox"]
     assert [asked.request.request_id for asked in intent.choices] == [
         f"{intent.answer_id}-0",
         f"{intent.answer_id}-1",
     ]
     assert [asked.request.sampling.seed for asked in intent.choices] == [5, 5]
+
+
+def test_what_all_prompts_share_is_made_once(intake: Intake) -> None:
+    body = {"prompt": ["the", "fox"], "logit_bias": {"7": 1}, "stop": "end"}
+    one, two = completions(intake, body).choices
+    assert one.stop is two.stop
+    assert one.request.stop_token_ids is two.request.stop_token_ids
+    assert one.request.sampling.logit_bias is two.request.sampling.logit_bias
+    assert one.request.sampling.seed != two.request.sampling.seed
 
 
 @pytest.mark.parametrize(
@@ -146,6 +168,12 @@ def test_a_prompt_that_is_only_scored_costs_one_token_that_is_not_shown(intake: 
 def test_token_ids_are_echoed_as_what_they_were_made_from(intake: Intake) -> None:
     text = "<s>naïve<|im_end|>"
     assert completion(intake, prompt=list(tokens_of(text)), echo=True).echo == text
+
+
+def test_half_a_character_at_the_end_of_an_echo_is_left_to_the_answer(intake: Intake) -> None:
+    whole = list(tokens_of("the 日"))
+    assert completion(intake, prompt=whole, echo=True).echo == "the 日"
+    assert completion(intake, prompt=whole[:-1], echo=True).echo == "the "
 
 
 def test_keys_name_the_complete_blocks_of_a_prompt(codec: TextCodec, intake: Intake) -> None:
@@ -185,6 +213,34 @@ def test_case_43_a_prompt_that_leaves_no_room_is_refused(num_prompt_tokens: int)
     with pytest.raises(ApiError, match=rf"128 tokens, but the prompt has {num_prompt_tokens}") as raised:
         budget(num_prompt_tokens, wanted=None)
     assert raised.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("ask", "body", "param"),
+    [
+        (completions, {"prompt": ["the", "the " * 1000]}, "prompt"),
+        (chats, {"messages": [{"role": "user", "content": "the " * 1000}]}, "messages"),
+        (tokenize, {"prompt": "the " * 1000}, "prompt"),
+        (tokenize, {"prompt": "the " * 1000, "add_special_tokens": False}, "prompt"),
+        (tokenize, {"messages": [{"role": "user", "content": "the " * 1000}]}, "messages"),
+    ],
+)
+def test_case_43_a_text_that_cannot_fit_is_not_tokenized(
+    codec: TextCodec, monkeypatch: pytest.MonkeyPatch, ask: Any, body: Mapping[str, Any], param: str
+) -> None:
+    intake, encode = Intake(card(), codec, GenerationDefaults()), codec.encode_plainly
+    encoded: list[str] = []
+
+    def recorded(text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        encoded.append(text)
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(codec, "encode_plainly", recorded)
+    message = r"128 tokens, but a prompt of 40\d\d bytes counts as at least 33\d"
+    with pytest.raises(ApiError, match=message) as raised:
+        ask(intake, body)
+    assert (raised.value.code, raised.value.body["error"]["param"]) == ("context_length_exceeded", param)
+    assert all(len(text) < 1000 for text in encoded)
 
 
 def test_the_vocabulary_is_the_models(tmp_path: Path) -> None:

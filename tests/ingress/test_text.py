@@ -5,10 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from shoal.actors.ingress.protocol import ChatMessage
 from shoal.actors.ingress.text import PromptError, TextCodec
-from tests.ingress.checkpoints import CHAT_TEMPLATE, adding_bos, byte_level_tokenizer, save_checkpoint
+from tests.ingress.checkpoints import (
+    CHAT_TEMPLATE,
+    adding_bos,
+    byte_level_tokenizer,
+    metaspace_tokenizer,
+    save_checkpoint,
+)
 
 BOS, EOS = 0, 1
 WITHOUT_BOS = CHAT_TEMPLATE.replace("{{ bos_token }}", "")
@@ -27,7 +37,7 @@ def codec(
 
 def chat(codec: TextCodec, *messages: tuple[str, str]) -> tuple[int, ...]:
     conversation = [ChatMessage.model_validate({"role": r, "content": c}) for r, c in messages]
-    return codec.encode_chat(conversation)
+    return codec.encode_chat(codec.render_chat(conversation))
 
 
 def prompt(codec: TextCodec, text: str) -> tuple[int, ...]:
@@ -123,9 +133,40 @@ def test_the_front_door_loads_neither_torch_nor_ray(tmp_path: Path) -> None:
         "import json, sys, shoal.actors.ingress.app;"
         "from shoal.actors.ingress.text import ChatMessage, TextCodec;"
         f"codec = TextCodec.load({str(folder)!r});"
-        "codec.encode_chat([ChatMessage(role='user', content='Hi')]);"
+        "codec.encode_chat(codec.render_chat([ChatMessage(role='user', content='Hi')]));"
         "print(json.dumps(sorted({'torch', 'ray'} & sys.modules.keys())))"
     )
     environment = {"PYTHONPATH": ":".join(sys.path)}
     printed = subprocess.check_output([sys.executable, "-c", program], env=environment)
     assert json.loads(printed) == []
+
+
+def test_a_text_counts_as_at_least_as_many_tokens_as_its_longest_token_fits_in(tmp_path: Path) -> None:
+    text_codec = codec(tmp_path)
+    longest = len("<|im_start|>")
+    assert text_codec.fewest_tokens("") == 0
+    assert text_codec.fewest_tokens("é" * longest) == 2
+    assert text_codec.fewest_tokens("é" * longest + "a") == 3
+
+
+def bare(tokenizer: Tokenizer) -> TextCodec:
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    return TextCodec(fast, stop_token_ids=frozenset(), num_token_ids=None)
+
+
+BARE = [bare(byte_level_tokenizer()), bare(metaspace_tokenizer())]
+
+
+@given(st.text() | st.text(alphabet="the fox<|im_end|>"))
+def test_a_text_never_has_fewer_tokens_than_it_counts_as(text: str) -> None:
+    for text_codec in BARE:
+        assert text_codec.fewest_tokens(text) <= len(text_codec.encode_plainly(text, False))
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFC(), normalizers.NFKC()], ids=str)
+def test_a_normalizer_may_make_a_text_shorter(normalizer: normalizers.Normalizer) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.normalizer = normalizer
+    text_codec = bare(tokenizer)
+    kelvins = "\u212a" * 1000  # three bytes each, "K" for the tokenizer
+    assert text_codec.fewest_tokens(kelvins) <= len(text_codec.encode_plainly(kelvins, False)) == 1000

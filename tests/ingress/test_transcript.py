@@ -10,6 +10,7 @@ from shoal.actors.ingress.detokenizer import TokenBytes
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.protocol import Usage
+from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import (
     EngineRequest,
@@ -36,7 +37,7 @@ REQUEST = EngineRequest(
 
 
 def transcript(*stops: str) -> Transcript:
-    return Transcript(Asked(request=REQUEST, stop=stops), TOKEN_BYTES)
+    return Transcript(Asked(request=REQUEST, stop=tuple(map(StopString, stops))), TOKEN_BYTES)
 
 
 def chunk(
@@ -131,7 +132,7 @@ def test_text_and_usage_do_not_depend_on_the_chunks(
 
 def scored_transcript(*stops: str, min_tokens: int = 0) -> Transcript:
     request = replace(REQUEST, logprobs=1, sampling=SamplingParams(min_tokens=min_tokens))
-    return Transcript(Asked(request=request, stop=stops), TOKEN_BYTES)
+    return Transcript(Asked(request=request, stop=tuple(map(StopString, stops))), TOKEN_BYTES)
 
 
 def scored_chunk(token_ids: Sequence[int], finish_reason: FinishReason | None = None) -> TokenChunk:
@@ -220,3 +221,12 @@ def test_an_echo_alone_says_nothing_else() -> None:
 def test_an_echo_without_logprobs_is_only_text() -> None:
     said = echoing("t", [BOS, token_id(TOKENIZER, "t")], logprobs=None)
     assert said.feed(chunk("a")) == TextDelta(text="ta")
+
+
+def test_a_character_between_prompt_and_answer_stands_where_it_begins() -> None:
+    *prompt, last = TOKENIZER.encode("the日").ids
+    said = echoing("the", [BOS, *prompt])
+    first, second = said.feed(prompt_chunk(prompt)), said.feed(scored_chunk([last], FinishReason.LENGTH))
+    assert first.text + second.text == "the日"
+    begun = [token.offset for token in (*first.tokens, *second.tokens)][-2:]
+    assert begun == [3, 3]
