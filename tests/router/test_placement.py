@@ -1,6 +1,8 @@
 """Prefix hits and load in one cost: worked examples, then the herds that users of other routers have seen."""
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.actors.messages import (
@@ -233,6 +235,42 @@ def test_a_prefix_is_expected_from_its_arrival_until_it_is_stored_or_never_comes
     assert cluster.place(tokens(1, 321)).expected_hit_tokens == 320, "received, not stored yet"
     cluster.now = EXPECTATION_LIFETIME_S
     assert cluster.place(tokens(1, 321)).expected_hit_tokens == 0
+
+
+def num_calls(work: Callable[[], object]) -> int:
+    """Of Python functions, each turn of a generator included."""
+    count = 0
+
+    def profile(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_placement_costs_the_same_however_many_have_not_arrived_yet() -> None:
+    cluster = Cluster(A, B)
+    first = num_calls(lambda: cluster.place(tokens(0, 100)))
+    for i in range(1, 1000):
+        cluster.place(tokens(i, 100))
+    assert num_calls(lambda: cluster.place(tokens(1000, 100))) <= first + 5
+
+
+def test_what_stands_on_an_engine_is_forgotten_as_it_arrives_or_never_does() -> None:
+    """Seen by where others are placed: the engine that nothing stands on is not passed over for ever."""
+    cluster = Cluster(A, B)
+    assert cluster.where(tokens(1, 5000)) == A
+    assert cluster.where(tokens(2, 100), A) == B
+    cluster.now = NOTE_LIFETIME_S
+    assert cluster.place(tokens(3, 2000), B, name="arrives").engine_id == A
+    cluster.hear(A, "arrives", "arrives", "never placed")
+    cluster.now = 1e6
+    assert [cluster.where(tokens(4 + i, 100)) for i in range(4)] == [B, A, B, A]
 
 
 def test_an_engine_that_the_ingress_cannot_reach_is_passed_over() -> None:
