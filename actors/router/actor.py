@@ -8,6 +8,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from shoal.actors.calls import within
 from shoal.actors.messages import EngineId, EngineReport, Placement, PlacementRequest
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import BlockKey
@@ -63,9 +64,8 @@ class RouterActor:
             task.add_done_callback(self._asking.discard)
 
     async def _ask(self, engine_id: EngineId, actor: Any) -> None:
-        answer = actor.snapshot.remote().future()
         try:
-            snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), timeout=SNAPSHOT_DEADLINE_S)
+            snapshot = await within(SNAPSHOT_DEADLINE_S, actor.snapshot.remote())
         except (RayError, TimeoutError) as error:
             logger.warning("no snapshot from %s: %s", engine_id, type(error).__name__)
             self._placement.give_up(engine_id)
