@@ -7,6 +7,7 @@ wrapped and its client's disconnect is not hidden.
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.actors.ingress.errors import ApiError, internal_error, overloaded
 from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.messages import ErrorKind
 
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
@@ -22,6 +24,8 @@ _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
 CLIENT_CLOSED_REQUEST = 499
 """Seen in logs and metrics only: whoever would read it is gone."""
+
+REFUSAL_LOG_INTERVAL_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ class Edge:
         self._metrics = metrics
         self._max_open_requests = max_open_requests
         self._num_open = 0
+        self._refusals = _Refusals()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +51,7 @@ class Edge:
             "arrived": now(),
             "warning": None,
             "metrics": self._metrics,
+            "refusals": self._refusals,
         }
         status = CLIENT_CLOSED_REQUEST
 
@@ -82,12 +88,30 @@ class Edge:
             await self._app(scope, receive, send)
 
 
+class _Refusals:
+    """Logs at most one overload a second: most come when there is least time for them. Metrics count each."""
+
+    def __init__(self) -> None:
+        self._silent_until = -math.inf
+        self._num_silent = 0
+
+    def log(self, request_id: str, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._silent_until:
+            self._num_silent += 1
+            return
+        logger.warning("request %s: 503 %s (%d more before it)", request_id, reason, self._num_silent)
+        self._silent_until, self._num_silent = now + REFUSAL_LOG_INTERVAL_S, 0
+
+
 def report_failure(scope: Scope, error: Exception) -> None:
     """A failure of the cluster in a line, one of ours with its traceback, a client's mistake not at all."""
     request_id = scope["state"]["request_id"]
     if not isinstance(error, ApiError):
         logger.error("request %s failed", request_id, exc_info=error)
         error = internal_error()
+    elif error.code == ErrorKind.OVERLOADED:
+        scope["state"]["refusals"].log(request_id, error.detail or str(error))
     elif error.status >= 500:
         logger.warning("request %s: %s %s", request_id, error.status, error.detail or error)
     if error.status >= 500:

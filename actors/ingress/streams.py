@@ -167,8 +167,9 @@ class EngineStreams:
             try:
                 placed: Placement | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
             except (RayError, TimeoutError) as error:
+                if router != self._failed_router:  # one line an outage
+                    logger.warning("no request can be placed: %s", type(error).__name__)
                 self._failed_router = router
-                logger.warning("%s could not be placed: %s", request.request_id, type(error).__name__)
                 return None
             self._failed_router = None
             if placed is None:

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
-from shoal.actors.messages import FinishReason, ModelCard
+from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
 from tests.api.fakes import FakeDispatcher, Script
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
@@ -125,6 +125,27 @@ def test_beyond_its_limit_the_door_is_closed_for_requests_and_open_for_probes(
     assert refused.headers["x-request-id"]
     assert probed.status_code == 200
     assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 1
+
+
+def test_of_many_refused_requests_the_log_tells_once_a_second(
+    card: ModelCard, codec: TextCodec, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(card, codec)
+    door.dispatcher.script = Script(error=RequestError(kind=ErrorKind.OVERLOADED, message="full"))
+
+    async def scenario() -> None:
+        async with door.client() as client:
+            for wait_s in (0, 0, 0, 2):
+                await asyncio.sleep(wait_s)
+                assert (await client.post("/v1/completions", json={"prompt": ""})).status_code == 503
+
+    run_in_virtual_time(scenario())
+    told = [record.getMessage() for record in caplog.records if "503" in record.getMessage()]
+    assert [message.partition("503 ")[2] for message in told] == [
+        "full (0 more before it)",
+        "full (2 more before it)",
+    ]
+    assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 4
 
 
 def test_metrics_tell_what_happened(door: Door) -> None:
