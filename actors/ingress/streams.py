@@ -17,7 +17,6 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
-    Placement,
     PlacementRequest,
     RequestError,
     RequestId,
@@ -165,19 +164,19 @@ class EngineStreams:
                 exclude=exclude,
             )
             try:
-                placed: Placement | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
+                engine_id: EngineId | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
             except (RayError, TimeoutError) as error:
                 if router != self._failed_router:  # one line an outage
                     logger.warning("no request can be placed: %s", type(error).__name__)
                 self._failed_router = router
                 return None
             self._failed_router = None
-            if placed is None:
+            if engine_id is None:
                 return None
-            link = await self._link_to(placed.engine_id)
+            link = await self._link_to(engine_id)
             if link is not None:
                 return link
-            exclude |= {placed.engine_id}
+            exclude |= {engine_id}
         return None
 
     async def _link_to(self, engine_id: EngineId) -> _Link | None:

@@ -9,7 +9,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from shoal.actors.calls import within
-from shoal.actors.messages import EngineId, EngineReport, Placement, PlacementRequest
+from shoal.actors.messages import EngineId, EngineReport, PlacementRequest
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import BlockKey
 
@@ -36,9 +36,10 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers while the process lives."""
 
-    async def place(self, request: PlacementRequest) -> Placement | None:
-        """None when no engine is ready but those that the ingress cannot reach."""
-        return self._placement.place(request)
+    async def place(self, request: PlacementRequest) -> EngineId | None:
+        """None when no engine is ready but those that the request excludes."""
+        placed = self._placement.place(request)
+        return None if placed is None else placed.engine_id
 
     async def report(self, report: EngineReport) -> None:
         self._placement.report(report)

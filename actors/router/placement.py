@@ -3,11 +3,11 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from shoal.actors.messages import (
     EngineId,
     EngineReport,
-    Placement,
     PlacementRequest,
     PrefixSnapshot,
     RequestId,
@@ -42,6 +42,13 @@ CONVINCING_TOKENS = 16384
 first prompt, would otherwise be passed over, and so never measure itself again."""
 
 Attempt = tuple[RequestId, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    engine_id: EngineId
+    expected_hit_tokens: int
+    """Tokens of the prompt that the engine is believed to hold."""
 
 
 class _Engine:

@@ -16,7 +16,6 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
-    Placement,
     PlacementRequest,
     RequestError,
     RequestId,
@@ -128,7 +127,7 @@ class FakeRouter:
         if self.error is not None:
             return Ref(self.error)
         left = [engine for engine in self._engines if engine not in request.exclude]
-        return Ref(Placement(engine_id=left[0], expected_hit_tokens=0) if left else None)
+        return Ref(left[0] if left else None)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from shoal.actors.messages import (
     EngineId,
     EngineReport,
-    Placement,
     PlacementRequest,
     PrefixSnapshot,
     RequestId,
@@ -18,6 +17,7 @@ from shoal.actors.router.placement import (
     NOTE_LIFETIME_S,
     OUTPUT_TOKENS,
     CheapestEngine,
+    Placement,
 )
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
