@@ -20,8 +20,11 @@ COMPUTE_WEIGHT = 4.0
 """To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""
 
 OUTPUT_TOKENS = 128
-"""What a request has yet to draw, as far as one can know. It computes a row in each step beside its
-neighbours, and a row lengthens a step as a token of a prompt does: so much stands there while it runs."""
+"""What a request will draw, as far as one can know: so often it computes a row beside its neighbours."""
+
+ROW_WEIGHT = 2.0
+"""What such a row costs, in tokens that stand there: beside others it lengthens a step by about as much as
+two tokens of a prompt do."""
 
 RECENT_WEIGHT, RECENT_S = 0.25, 60.0
 """A token that was placed lately counts so much of one that stands there now, and fades by e in this time.
@@ -76,7 +79,9 @@ class _Engine:
 
     def standing_tokens(self, now: float) -> float:
         """Work that a newcomer meets here, in tokens."""
-        waiting = self._uncomputed_tokens + self._noted_tokens + OUTPUT_TOKENS * self.num_requests
+        waiting = (
+            self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * self.num_requests
+        )
         return waiting + RECENT_WEIGHT * self.recent_tokens(now)
 
     def recent_tokens(self, now: float) -> float:

@@ -16,6 +16,7 @@ from shoal.actors.router.placement import (
     EXPECTATION_LIFETIME_S,
     NOTE_LIFETIME_S,
     OUTPUT_TOKENS,
+    ROW_WEIGHT,
     CheapestEngine,
     Placement,
 )
@@ -138,16 +139,17 @@ def test_a_hit_leaves_the_last_token_to_compute() -> None:
 
 
 def test_a_longer_hit_loses_when_more_work_stands_before_it() -> None:
-    """Computing 100 tokens anew costs as much as standing behind 400."""
+    """Computing 112 tokens anew costs as much as standing behind 448."""
+    rows = int(ROW_WEIGHT * OUTPUT_TOKENS)
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 112))
     prompt = tokens(1, 112) + tokens(2, 10)
-    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS - 1
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - rows - 1
     cluster.hear(A)
     assert cluster.where(prompt) == A
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 112))
-    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS + 1
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - rows + 1
     cluster.hear(A)
     assert cluster.where(prompt) == B
 
@@ -306,6 +308,23 @@ def test_2_a_hot_prefix_spreads_and_is_still_hit() -> None:
     counts = Counter(placement.engine_id for placement in placed)
     assert len(counts) == 4 and max(counts.values()) <= 1.5 * 64 / 4, counts
     assert sum(placement.expected_hit_tokens for placement in placed) >= 0.8 * 63 * 256
+
+
+def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_34_requests() -> None:
+    """By then their rows slow each other down by more than it costs to compute 3,968 tokens once more."""
+    cluster = Cluster(*(EngineId(f"engine-{i}") for i in range(64)))
+    counts = Counter(cluster.where(tokens(1, 3968) + tokens(i, 32)) for i in range(2, 258))
+    assert (len(counts), max(counts.values())) == (8, 34)
+
+
+def test_a_held_prefix_is_passed_over_once_where_16_times_as_much_was_placed_lately() -> None:
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 384))
+    cluster.place(tokens(2, 6100), B, name="r1")
+    cluster.hear(A, "r1", stored=tokens(2, 6100))
+    prompts = [tokens(1, 384) + tokens(i, 10) for i in range(3, 7)]
+    hits = [cluster.serve(prompt, name=f"r{i}").expected_hit_tokens for i, prompt in enumerate(prompts, 2)]
+    assert hits == [0, 384, 384, 384]
 
 
 def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:
