@@ -148,13 +148,6 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    engine_id: EngineId
-    expected_hit_tokens: int
-    """Tokens of the prompt that the engine is believed to hold."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """An engine's own account of its work and of the prefixes it holds, pushed to the router in batches."""
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayError
 
+from shoal.actors.calls import within
 from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
@@ -59,6 +60,7 @@ class EngineActor:
         self._outboxes: defaultdict[IngressId, _Outbox] = defaultdict(_Outbox)
         self._account = Account(engine_id)
         self._has_news = asyncio.Event()
+        self._is_heard = True  # by the router, as of the latest report
         self._arrived: list[Arrival] = []  # the loop's thread alone has it
         self._num_requests = 0
 
@@ -198,13 +200,20 @@ class EngineActor:
             if self._router is None:
                 continue
             try:
-                await _within(self._router.report.remote(self._account.take_report()), REPORT_DEADLINE_S)
-            except (RayError, TimeoutError) as error:
-                logger.warning("a report to the router is lost: %s", type(error).__name__)
+                report = self._account.take_report()
+                await within(REPORT_DEADLINE_S, self._router.report.remote(report))
+            except Exception as error:
+                self._report_is_lost(error)
                 self._has_news.set()
                 await asyncio.sleep(REPORT_RETRY_S)
+            else:
+                self._is_heard = True
             await asyncio.sleep(REPORT_INTERVAL_S)
 
-
-async def _within(ref: Any, deadline_s: float) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout=deadline_s)
+    def _report_is_lost(self, error: Exception) -> None:
+        """Logged once an outage; but what is no failure of a call is a mistake, and logged each time."""
+        if not isinstance(error, RayError | TimeoutError):
+            logger.error("a report failed", exc_info=error)
+        elif self._is_heard:
+            logger.warning("reports to the router are lost: %s", type(error).__name__)
+        self._is_heard = False

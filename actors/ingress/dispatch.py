@@ -14,7 +14,8 @@ class Dispatcher(Protocol):
     def open(
         self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
     ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
-        """The request's chunks, ending with the one that has a finish_reason.
+        """The request's chunks, ending with the one that has a finish_reason. The attempt is only the first:
+        where an engine fails before it has said anything, another is asked.
 
         The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.

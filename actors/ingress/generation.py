@@ -107,8 +107,6 @@ async def _listen(
     try:
         async with dispatcher.open(request, transcript.asked.block_keys) as chunks:
             async for chunk in chunks:
-                if chunk.attempt != request.attempt:
-                    continue  # an engine that was given up for dead speaks again
                 timer.saw(len(chunk.token_ids), now())
                 delta = transcript.feed(chunk)
                 if delta.finish_reason is not None:

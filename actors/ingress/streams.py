@@ -2,19 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.exceptions import RayError
 
+from shoal.actors.calls import within
 from shoal.actors.messages import (
     EngineId,
     EngineRequest,
     ErrorKind,
     FinishReason,
     IngressId,
-    Placement,
     PlacementRequest,
     RequestError,
     RequestId,
@@ -31,7 +33,11 @@ CALL_DEADLINE_S = 10.0
 INTRODUCTION_DEADLINE_S = 2.0
 """How long we may hear later of an engine than the router does."""
 
+PASSED_ON = (ErrorKind.OVERLOADED, ErrorKind.ENGINE_LOST)
+"""Failures of an engine of which the next one knows nothing."""
+
 Key = tuple[RequestId, int]
+"""(request, attempt): what an attempt that was given up still says finds no inbox."""
 Inbox = asyncio.Queue[TokenChunk]
 
 
@@ -52,7 +58,7 @@ class _Link:
         key = (request.request_id, request.attempt)
         self.inboxes[key] = inbox
         self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
-        await _within(submit)
+        await within(CALL_DEADLINE_S, submit)
 
     def end(self, key: Key, *, abort: bool) -> None:
         """Nobody waits for the request's tokens any more."""
@@ -63,7 +69,7 @@ class _Link:
 
     async def reset_prefix_cache(self) -> None:
         """Raises RayError or TimeoutError."""
-        await _within(self._actor.reset_prefix_cache.remote())
+        await within(CALL_DEADLINE_S, self._actor.reset_prefix_cache.remote())
 
     def remove(self) -> None:
         self._pump_task.cancel()
@@ -92,6 +98,8 @@ class EngineStreams:
     def __init__(self, ingress_id: IngressId) -> None:
         self._ingress_id = ingress_id
         self._router: Any = None
+        self._failed_router: Any = None
+        """The one whose last call failed."""
         self._links: dict[EngineId, _Link] = {}
         self._linked = asyncio.Condition()
 
@@ -108,9 +116,20 @@ class EngineStreams:
             for engine_id in actors.keys() - self._links.keys():
                 self._links[engine_id] = _Link(engine_id, actors[engine_id], self._ingress_id)
             self._linked.notify_all()
+        if router == self._failed_router:
+            await self._ask_after(router)
+
+    async def _ask_after(self, router: Any) -> None:
+        """Who is not ready is sent no request that could show that the router answers again."""
+        try:
+            await within(CALL_DEADLINE_S, router.ping.remote())
+        except (RayError, TimeoutError):
+            return
+        self._failed_router = None
 
     def ready(self) -> bool:
-        return any(not link.lost for link in self._links.values())
+        has_router = self._router is not None and self._router != self._failed_router
+        return has_router and any(not link.lost for link in self._links.values())
 
     async def reset_prefix_cache(self) -> bool:
         """Asks every engine. One that was lost has nothing to reset."""
@@ -125,49 +144,39 @@ class EngineStreams:
     async def open(
         self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
     ) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
-        key = (request.request_id, request.attempt)
-        inbox: Inbox = asyncio.Queue()
-        ended = asyncio.Event()
-        link = await self._place(request, block_keys)
+        answer = _Answer(request, partial(self._place, block_keys=block_keys))
         try:
-            await self._submit(request, link, inbox)
-            yield _until_finished(inbox, ended)
+            yield answer.chunks()
         finally:
-            if link is not None:
-                link.end(key, abort=not ended.is_set())
+            answer.leave()
 
-    async def _submit(self, request: EngineRequest, link: _Link | None, inbox: Inbox) -> None:
-        """On failure the inbox holds the error."""
-        kind, message = ErrorKind.NO_ENGINE, "no engine is ready"
-        if link is not None:
-            try:
-                return await link.submit(request, inbox)
-            except (RayError, TimeoutError) as error:
-                link.end((request.request_id, request.attempt), abort=True)
-                kind, message = ErrorKind.ENGINE_LOST, f"{link.engine_id}: {type(error).__name__}"
-        inbox.put_nowait(_error(request.request_id, request.attempt, kind, message))
-
-    async def _place(self, request: EngineRequest, block_keys: tuple[BlockKey, ...]) -> _Link | None:
+    async def _place(
+        self, request: EngineRequest, tried: frozenset[EngineId], *, block_keys: tuple[BlockKey, ...]
+    ) -> _Link | None:
         """Where the router says, unless we know better: an engine that we lost is not offered again."""
-        lost = {engine_id for engine_id, link in self._links.items() if link.lost}
-        try:
-            while self._router is not None:
-                wanted = PlacementRequest(
-                    request_id=request.request_id,
-                    attempt=request.attempt,
-                    num_prompt_tokens=len(request.prompt_token_ids),
-                    block_keys=block_keys,
-                    exclude=frozenset(lost),
-                )
-                placed: Placement | None = await _within(self._router.place.remote(wanted))
-                if placed is None:
-                    break
-                link = await self._link_to(placed.engine_id)
-                if link is not None:
-                    return link
-                lost.add(placed.engine_id)
-        except (RayError, TimeoutError) as error:
-            logger.warning("%s could not be placed: %s", request.request_id, type(error).__name__)
+        exclude = tried | {engine_id for engine_id, link in self._links.items() if link.lost}
+        while (router := self._router) is not None:
+            wanted = PlacementRequest(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                block_keys=block_keys,
+                exclude=exclude,
+            )
+            try:
+                engine_id: EngineId | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
+            except (RayError, TimeoutError) as error:
+                if router != self._failed_router:  # one line an outage
+                    logger.warning("no request can be placed: %s", type(error).__name__)
+                self._failed_router = router
+                return None
+            self._failed_router = None
+            if engine_id is None:
+                return None
+            link = await self._link_to(engine_id)
+            if link is not None:
+                return link
+            exclude |= {engine_id}
         return None
 
     async def _link_to(self, engine_id: EngineId) -> _Link | None:
@@ -181,16 +190,62 @@ class EngineStreams:
         return None if link is None or link.lost else link
 
 
-async def _within(ref: Any) -> Any:
-    return await asyncio.wait_for(asyncio.wrap_future(ref.future()), timeout=CALL_DEADLINE_S)
+class _Answer:
+    """What a request is told by the engine that serves it.
 
+    Until one has said anything of it, a failure of that engine is no failure of the request: it is placed
+    again as the next attempt, on each engine at most once.
+    """
 
-async def _until_finished(inbox: Inbox, ended: asyncio.Event) -> AsyncIterator[TokenChunk]:
-    while not ended.is_set():
-        chunk = await inbox.get()
-        if chunk.finish_reason is not None:
-            ended.set()
-        yield chunk
+    def __init__(self, request: EngineRequest, place: Callable[..., Awaitable[_Link | None]]) -> None:
+        self._request = request  # of the latest attempt
+        self._place = place
+        self._link: _Link | None = None  # where that attempt lives
+
+    async def chunks(self) -> AsyncIterator[TokenChunk]:
+        failure = _error(*self._key, ErrorKind.NO_ENGINE, "no engine is ready")
+        tried: frozenset[EngineId] = frozenset()
+        while (link := await self._place(self._request, tried)) is not None:
+            inbox = await self._submit(link)
+            has_spoken = False
+            while True:
+                chunk = await inbox.get()
+                if chunk.finish_reason is not None:
+                    self._end(abort=False)
+                if not has_spoken and chunk.error is not None and chunk.error.kind in PASSED_ON:
+                    break
+                has_spoken = has_spoken or bool(chunk.token_ids or chunk.prompt_logprobs)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+            failure = chunk
+            tried |= {link.engine_id}
+            self._request = replace(self._request, attempt=self._request.attempt + 1)
+        yield failure
+
+    def leave(self) -> None:
+        """Nobody listens any more: what still lives is aborted."""
+        self._end(abort=True)
+
+    @property
+    def _key(self) -> Key:
+        return self._request.request_id, self._request.attempt
+
+    async def _submit(self, link: _Link) -> Inbox:
+        """On failure the inbox holds the error."""
+        self._link, inbox = link, Inbox()
+        try:
+            await link.submit(self._request, inbox)
+        except (RayError, TimeoutError) as error:
+            self._end(abort=True)  # it may have arrived all the same
+            message = f"{link.engine_id}: {type(error).__name__}"
+            inbox.put_nowait(_error(*self._key, ErrorKind.ENGINE_LOST, message))
+        return inbox
+
+    def _end(self, *, abort: bool) -> None:
+        if self._link is not None:
+            self._link.end(self._key, abort=abort)
+            self._link = None
 
 
 def _error(request_id: RequestId, attempt: int, kind: ErrorKind, message: str) -> TokenChunk:

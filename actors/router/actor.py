@@ -8,7 +8,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from shoal.actors.messages import EngineId, EngineReport, Placement, PlacementRequest
+from shoal.actors.calls import within
+from shoal.actors.messages import EngineId, EngineReport, PlacementRequest
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import BlockKey
 
@@ -35,9 +36,10 @@ class RouterActor:
     async def ping(self) -> None:
         """Answers while the process lives."""
 
-    async def place(self, request: PlacementRequest) -> Placement | None:
-        """None when no engine is ready but those that the ingress cannot reach."""
-        return self._placement.place(request)
+    async def place(self, request: PlacementRequest) -> EngineId | None:
+        """None when no engine is ready but those that the request excludes."""
+        placed = self._placement.place(request)
+        return None if placed is None else placed.engine_id
 
     async def report(self, report: EngineReport) -> None:
         self._placement.report(report)
@@ -63,9 +65,8 @@ class RouterActor:
             task.add_done_callback(self._asking.discard)
 
     async def _ask(self, engine_id: EngineId, actor: Any) -> None:
-        answer = actor.snapshot.remote().future()
         try:
-            snapshot = await asyncio.wait_for(asyncio.wrap_future(answer), timeout=SNAPSHOT_DEADLINE_S)
+            snapshot = await within(SNAPSHOT_DEADLINE_S, actor.snapshot.remote())
         except (RayError, TimeoutError) as error:
             logger.warning("no snapshot from %s: %s", engine_id, type(error).__name__)
             self._placement.give_up(engine_id)

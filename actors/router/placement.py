@@ -3,11 +3,11 @@
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from shoal.actors.messages import (
     EngineId,
     EngineReport,
-    Placement,
     PlacementRequest,
     PrefixSnapshot,
     RequestId,
@@ -20,8 +20,11 @@ COMPUTE_WEIGHT = 4.0
 """To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""
 
 OUTPUT_TOKENS = 128
-"""What a request has yet to draw, as far as one can know. It computes a row in each step beside its
-neighbours, and a row lengthens a step as a token of a prompt does: so much stands there while it runs."""
+"""What a request will draw, as far as one can know: so often it computes a row beside its neighbours."""
+
+ROW_WEIGHT = 2.0
+"""What such a row costs, in tokens that stand there: beside others it lengthens a step by about as much as
+two tokens of a prompt do."""
 
 RECENT_WEIGHT, RECENT_S = 0.25, 60.0
 """A token that was placed lately counts so much of one that stands there now, and fades by e in this time.
@@ -44,6 +47,13 @@ first prompt, would otherwise be passed over, and so never measure itself again.
 Attempt = tuple[RequestId, int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    engine_id: EngineId
+    expected_hit_tokens: int
+    """Tokens of the prompt that the engine is believed to hold."""
+
+
 class _Engine:
     """What is known of one engine: its own account, and our placements that the account does not have yet."""
 
@@ -57,6 +67,9 @@ class _Engine:
         self._num_requests = 0
         self._uncomputed_tokens = 0
         self._notes: OrderedDict[Attempt, tuple[float, int]] = OrderedDict()  # when, tokens to compute
+        self._noted_tokens = (
+            0  # of all notes: to sum them up for each placement would cost a burst its square
+        )
         self._expected: OrderedDict[BlockKey, float] = OrderedDict()  # since when
         self._recent_tokens, self._recent_at = 0.0, 0.0
 
@@ -66,8 +79,9 @@ class _Engine:
 
     def standing_tokens(self, now: float) -> float:
         """Work that a newcomer meets here, in tokens."""
-        noted = sum(tokens for _, tokens in self._notes.values())
-        waiting = self._uncomputed_tokens + noted + OUTPUT_TOKENS * self.num_requests
+        waiting = (
+            self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * self.num_requests
+        )
         return waiting + RECENT_WEIGHT * self.recent_tokens(now)
 
     def recent_tokens(self, now: float) -> float:
@@ -86,7 +100,7 @@ class _Engine:
 
     def report(self, report: EngineReport) -> None:
         for key in report.received:
-            self._notes.pop(key, None)
+            self._drop_note(key)
         for block_key in (*report.stored, *report.removed):
             self._expected.pop(block_key, None)
         self.feed.report(report)
@@ -98,7 +112,10 @@ class _Engine:
 
     def note(self, request: PlacementRequest, hit_blocks: int, computed_tokens: int, now: float) -> None:
         """The request goes here: it is work, and its prefix will be here, though no report says so yet."""
-        self._notes[request.request_id, request.attempt] = (now, computed_tokens)
+        attempt = (request.request_id, request.attempt)
+        self._drop_note(attempt)
+        self._notes[attempt] = (now, computed_tokens)
+        self._noted_tokens += computed_tokens
         for block_key in request.block_keys[hit_blocks:]:
             self._expected.setdefault(block_key, now)
         self._recent_tokens = self.recent_tokens(now) + computed_tokens + OUTPUT_TOKENS
@@ -106,9 +123,13 @@ class _Engine:
 
     def forget_old(self, now: float) -> None:
         while self._notes and now - next(iter(self._notes.values()))[0] >= NOTE_LIFETIME_S:
-            self._notes.popitem(last=False)
+            self._drop_note(next(iter(self._notes)))
         while self._expected and now - next(iter(self._expected.values())) >= EXPECTATION_LIFETIME_S:
             self._expected.popitem(last=False)
+
+    def _drop_note(self, attempt: Attempt) -> None:
+        _, tokens = self._notes.pop(attempt, (0.0, 0))
+        self._noted_tokens -= tokens
 
 
 class CheapestEngine:

@@ -120,11 +120,6 @@ def test_a_reader_that_stops_early_closes_the_request() -> None:
     assert Listening(dispatcher).listen(at_most=1).heard == [(0, TextDelta(text="alpha"))]
 
 
-def test_another_attempt_is_not_heard() -> None:
-    dispatcher = Recorded([chunk("old", FinishReason.LENGTH, attempt=1), chunk("the", FinishReason.LENGTH)])
-    assert Listening(dispatcher).listen().heard == [(0, TextDelta(text="the", finish_reason="length"))]
-
-
 def test_a_stream_must_say_why_it_ends() -> None:
     listening = Listening(Recorded([chunk("alpha")]))
     with pytest.raises(ApiError) as raised:

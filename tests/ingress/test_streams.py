@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from shoal.actors.ingress.streams import EngineStreams
@@ -15,11 +16,12 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
-    Placement,
     PlacementRequest,
+    RequestError,
     RequestId,
     TokenBatch,
     TokenChunk,
+    TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
 
@@ -100,19 +102,32 @@ class FakeEngine:
         chunk = TokenChunk(request_id=RequestId("r"), attempt=attempt, token_ids=tokens, finish_reason=end)
         self.answer.append(TokenBatch(chunks=(chunk,)))
 
+    def fail(self, kind: ErrorKind, attempt: int = 1) -> None:
+        chunk = TokenChunk(
+            request_id=RequestId("r"),
+            attempt=attempt,
+            finish_reason=FinishReason.ERROR,
+            error=RequestError(kind=kind, message="of no use"),
+        )
+        self.answer.append(TokenBatch(chunks=(chunk,)))
+
 
 class FakeRouter:
     """Places on the first engine that is not excluded."""
 
     def __init__(self, *engines: EngineId) -> None:
         self.place = Method(self._place)
+        self.ping = Method(lambda: Ref(self.error))
+        self.error: Exception | None = None
         self.asked: list[PlacementRequest] = []
         self._engines = engines
 
     def _place(self, request: PlacementRequest) -> Ref:
         self.asked.append(request)
+        if self.error is not None:
+            return Ref(self.error)
         left = [engine for engine in self._engines if engine not in request.exclude]
-        return Ref(Placement(engine_id=left[0], expected_hit_tokens=0) if left else None)
+        return Ref(left[0] if left else None)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -234,6 +249,122 @@ async def _a_submit_that_fails() -> None:
 
 def test_a_submit_that_fails_is_an_error_of_its_request() -> None:
     run(_a_submit_that_fails())
+
+
+async def _before_a_word(make_fail: Callable[[FakeEngine], None]) -> None:
+    failing, idle = FakeEngine(), FakeEngine()
+    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    await streams.introduce(router, {A: failing, B: idle})
+    make_fail(failing)
+    idle.say(6, attempt=1)
+    idle.say(7, attempt=2)
+    idle.say(8, end=FinishReason.LENGTH, attempt=2)
+    assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,), (8,)]
+    assert idle.submitted == [replace(REQUEST, attempt=2)]
+    assert [(asked.attempt, asked.exclude) for asked in router.asked] == [
+        (1, frozenset()),
+        (2, frozenset({A})),
+    ]
+    assert all(asked.block_keys == KEYS for asked in router.asked)
+    assert idle.aborted == []
+
+
+def refuses(engine: FakeEngine) -> None:
+    engine.fail(ErrorKind.OVERLOADED)
+
+
+def dies(engine: FakeEngine) -> None:
+    engine.answer.append(ActorDiedError())
+
+
+def cannot_be_reached(engine: FakeEngine) -> None:
+    engine.submit_error = ActorUnavailableError("away", None)
+
+
+@pytest.mark.parametrize("make_fail", [refuses, dies, cannot_be_reached])
+def test_what_fails_before_a_word_is_said_is_placed_again(make_fail: Callable[[FakeEngine], None]) -> None:
+    run(_before_a_word(make_fail))
+
+
+async def _every_engine_is_full() -> None:
+    engines = {A: FakeEngine(), B: FakeEngine()}
+    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    await streams.introduce(router, engines)
+    engines[A].fail(ErrorKind.ENGINE_LOST, attempt=1)
+    engines[B].fail(ErrorKind.OVERLOADED, attempt=2)
+    assert only_error(await all_chunks(streams)) is ErrorKind.OVERLOADED
+    assert [len(engine.submitted) for engine in engines.values()] == [1, 1]
+
+
+def test_each_engine_is_asked_once_and_the_last_refusal_stands() -> None:
+    run(_every_engine_is_full())
+
+
+async def _a_failure_of_the_request() -> None:
+    engine, other = FakeEngine(), FakeEngine()
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A, B), {A: engine, B: other})
+    engine.fail(ErrorKind.INTERNAL)
+    assert only_error(await all_chunks(streams)) is ErrorKind.INTERNAL
+    assert other.submitted == []
+
+
+def test_a_request_that_no_engine_can_compute_is_not_tried_on_another() -> None:
+    run(_a_failure_of_the_request())
+
+
+async def _a_prompt_that_was_scored() -> None:
+    engine, other = FakeEngine(), FakeEngine()
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A, B), {A: engine, B: other})
+    scored = TokenChunk(request_id=RequestId("r"), attempt=1, prompt_logprobs=(TokenLogprob(logprob=-1.0),))
+    engine.answer.append(TokenBatch(chunks=(scored,)))
+    engine.answer.append(ActorDiedError())
+    chunks = await all_chunks(streams)
+    assert chunks[0] == scored and only_error(chunks[1:]) is ErrorKind.ENGINE_LOST
+    assert other.submitted == []
+
+
+def test_after_its_first_words_a_request_is_not_begun_again() -> None:
+    run(_a_prompt_that_was_scored())
+
+
+async def _leaving_the_second_attempt() -> None:
+    full, busy = FakeEngine(), FakeEngine()
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A, B), {A: full, B: busy})
+    full.fail(ErrorKind.OVERLOADED)
+    busy.say(5, attempt=2)
+    async with streams.open(REQUEST, KEYS) as chunks:
+        await anext(chunks)
+    assert full.aborted == []
+    assert [aborted[:2] for aborted in busy.aborted] == [("r", 2)]
+
+
+def test_leaving_aborts_the_attempt_that_lives() -> None:
+    run(_leaving_the_second_attempt())
+
+
+async def _a_router_that_fails() -> None:
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
+    await streams.introduce(router, {A: engine})
+    assert streams.ready()
+    router.error = ActorDiedError()
+    assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
+    assert not streams.ready()
+    await streams.introduce(router, {A: engine})
+    assert not streams.ready(), "it still does not answer"
+    router.error = None
+    await streams.introduce(router, {A: engine})
+    assert streams.ready()
+    router.error = ActorDiedError()
+    await all_chunks(streams)
+    await streams.introduce(FakeRouter(A), {A: engine})
+    assert streams.ready(), "another has taken its place"
+
+
+def test_while_the_router_does_not_answer_the_ingress_is_not_ready() -> None:
+    run(_a_router_that_fails())
 
 
 async def _resetting_the_prefix_caches() -> None:

@@ -1,12 +1,13 @@
 """Prefix hits and load in one cost: worked examples, then the herds that users of other routers have seen."""
 
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal.actors.messages import (
     EngineId,
     EngineReport,
-    Placement,
     PlacementRequest,
     PrefixSnapshot,
     RequestId,
@@ -15,7 +16,9 @@ from shoal.actors.router.placement import (
     EXPECTATION_LIFETIME_S,
     NOTE_LIFETIME_S,
     OUTPUT_TOKENS,
+    ROW_WEIGHT,
     CheapestEngine,
+    Placement,
 )
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
@@ -136,16 +139,17 @@ def test_a_hit_leaves_the_last_token_to_compute() -> None:
 
 
 def test_a_longer_hit_loses_when_more_work_stands_before_it() -> None:
-    """Computing 100 tokens anew costs as much as standing behind 400."""
+    """Computing 112 tokens anew costs as much as standing behind 448."""
+    rows = int(ROW_WEIGHT * OUTPUT_TOKENS)
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 112))
     prompt = tokens(1, 112) + tokens(2, 10)
-    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS - 1
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - rows - 1
     cluster.hear(A)
     assert cluster.where(prompt) == A
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 112))
-    cluster.engines[A].running[RequestId("other")] = 4 * 112 - OUTPUT_TOKENS + 1
+    cluster.engines[A].running[RequestId("other")] = 4 * 112 - rows + 1
     cluster.hear(A)
     assert cluster.where(prompt) == B
 
@@ -235,6 +239,42 @@ def test_a_prefix_is_expected_from_its_arrival_until_it_is_stored_or_never_comes
     assert cluster.place(tokens(1, 321)).expected_hit_tokens == 0
 
 
+def num_calls(work: Callable[[], object]) -> int:
+    """Of Python functions, each turn of a generator included."""
+    count = 0
+
+    def profile(_frame: object, event: str, _arg: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_placement_costs_the_same_however_many_have_not_arrived_yet() -> None:
+    cluster = Cluster(A, B)
+    first = num_calls(lambda: cluster.place(tokens(0, 100)))
+    for i in range(1, 1000):
+        cluster.place(tokens(i, 100))
+    assert num_calls(lambda: cluster.place(tokens(1000, 100))) <= first + 5
+
+
+def test_what_stands_on_an_engine_is_forgotten_as_it_arrives_or_never_does() -> None:
+    """Seen by where others are placed: the engine that nothing stands on is not passed over for ever."""
+    cluster = Cluster(A, B)
+    assert cluster.where(tokens(1, 5000)) == A
+    assert cluster.where(tokens(2, 100), A) == B
+    cluster.now = NOTE_LIFETIME_S
+    assert cluster.place(tokens(3, 2000), B, name="arrives").engine_id == A
+    cluster.hear(A, "arrives", "arrives", "never placed")
+    cluster.now = 1e6
+    assert [cluster.where(tokens(4 + i, 100)) for i in range(4)] == [B, A, B, A]
+
+
 def test_an_engine_that_the_ingress_cannot_reach_is_passed_over() -> None:
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 320))
@@ -268,6 +308,23 @@ def test_2_a_hot_prefix_spreads_and_is_still_hit() -> None:
     counts = Counter(placement.engine_id for placement in placed)
     assert len(counts) == 4 and max(counts.values()) <= 1.5 * 64 / 4, counts
     assert sum(placement.expected_hit_tokens for placement in placed) >= 0.8 * 63 * 256
+
+
+def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_34_requests() -> None:
+    """By then their rows slow each other down by more than it costs to compute 3,968 tokens once more."""
+    cluster = Cluster(*(EngineId(f"engine-{i}") for i in range(64)))
+    counts = Counter(cluster.where(tokens(1, 3968) + tokens(i, 32)) for i in range(2, 258))
+    assert (len(counts), max(counts.values())) == (8, 34)
+
+
+def test_a_held_prefix_is_passed_over_once_where_16_times_as_much_was_placed_lately() -> None:
+    cluster = Cluster(A, B)
+    cluster.hear(A, stored=tokens(1, 384))
+    cluster.place(tokens(2, 6100), B, name="r1")
+    cluster.hear(A, "r1", stored=tokens(2, 6100))
+    prompts = [tokens(1, 384) + tokens(i, 10) for i in range(3, 7)]
+    hits = [cluster.serve(prompt, name=f"r{i}").expected_hit_tokens for i, prompt in enumerate(prompts, 2)]
+    assert hits == [0, 384, 384, 384]
 
 
 def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:

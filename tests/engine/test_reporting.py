@@ -1,0 +1,67 @@
+"""The engine's reports to a router that fails: they go on, and the log says so once."""
+
+import asyncio
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError
+
+from shoal.actors.engine.actor import EngineActor
+from shoal.actors.messages import EngineId, EngineReport
+from tests.engine.test_account import turn
+from tests.ingress.virtual_time import run_in_virtual_time
+
+
+class FakeRouter:
+    """Each report is answered with the next of these outcomes, then with None."""
+
+    def __init__(self, *outcomes: Exception | None) -> None:
+        self._outcomes = list(outcomes)
+        self.sequences: list[int] = []
+
+    @property
+    def report(self) -> "FakeRouter":
+        return self
+
+    def remote(self, report: EngineReport) -> Any:
+        self.sequences.append(report.sequence)
+        self._future: Future[None] = Future()
+        outcome = self._outcomes.pop(0) if self._outcomes else None
+        if outcome is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(outcome)
+        return self
+
+    def future(self) -> Future[None]:
+        return self._future
+
+
+async def _report_to(router: FakeRouter, *, num_news: int) -> None:
+    actor: Any = EngineActor(EngineId("engine-a"), None)  # type: ignore[arg-type]  # it never starts
+    actor._router = router
+    reporting = asyncio.create_task(actor._report())
+    for load in range(num_news):
+        actor._account.add(turn(load=load + 1))
+        actor._has_news.set()
+        await asyncio.sleep(10)
+    assert not reporting.done()
+    reporting.cancel()
+
+
+def test_a_router_that_is_gone_is_warned_of_once_an_outage(caplog: pytest.LogCaptureFixture) -> None:
+    router = FakeRouter(*[ActorDiedError()] * 5, None, None, ActorDiedError(), TimeoutError())
+    run_in_virtual_time(_report_to(router, num_news=3))
+    assert router.sequences == list(range(1, 11)), "each that was lost leaves a gap"
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+
+
+def test_a_failure_that_nobody_foresaw_is_loud_and_does_not_end_the_reports(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    router = FakeRouter(RuntimeError("unforeseen"), None, RuntimeError("again"))
+    run_in_virtual_time(_report_to(router, num_news=2))
+    assert router.sequences == [1, 2, 3, 4]
+    assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
+    assert "unforeseen" in caplog.text
