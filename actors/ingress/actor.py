@@ -73,8 +73,8 @@ class IngressActor:
 
 def _listen(http: HttpConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    # The protocol must be named: for others asyncio leaves Nagle's algorithm on, and the body of an answer then
-    # waits 40 ms for the client to acknowledge its head.
+    # The protocol must be named: for others asyncio leaves Nagle's algorithm on, and the body of an answer
+    # then waits 40 ms for the client to acknowledge its head.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -13,6 +13,7 @@ async def sends_at_once() -> bool:
     def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         sock = writer.get_extra_info("socket")
         accepted.set_result(bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
+        writer.close()
 
     listener = _listen(HttpConfig(port=0))
     async with await asyncio.start_server(accept, sock=listener):
@@ -20,6 +21,7 @@ async def sends_at_once() -> bool:
         _, writer = await asyncio.open_connection(host, port)
         answer = await asyncio.wait_for(accepted, 10)
         writer.close()
+        await writer.wait_closed()
     return answer
 
 
