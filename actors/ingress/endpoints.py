@@ -117,8 +117,7 @@ class Endpoints:
         )
         deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics)
         if body.stream:
-            events = _events(answer, choices, deltas, include_usage=body.include_usage)
-            return EventStream(events, deadline=deadline.at)
+            return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
         written = partial(answer.whole, said, total_usage(choices))
         content = await self._off_loop(written) if include_logprobs else written()
