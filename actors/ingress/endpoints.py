@@ -30,8 +30,10 @@ from shoal.actors.messages import ModelCard
 
 INTAKE_THREADS = 4
 """A long prompt keeps one of them for seconds; the others go on."""
-MAX_NAMES = 1000
-MAX_WARNED = 16
+MAX_NAMES_WARNED_OF = 16
+"""In one answer,"""
+MAX_NAMES_LOGGED = 1000
+"""and in the life of a process: they are a client's words."""
 _UNPRINTABLE = re.compile(r"[^!-~]")
 
 logger = logging.getLogger(__name__)
@@ -59,7 +61,7 @@ class Endpoints:
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="intake")
-        self._names_warned_of: set[str] = set()
+        self._names_logged: set[str] = set()
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, self._intake.chat, ChatAnswer)
@@ -141,11 +143,11 @@ class Endpoints:
         """In the answer's headers every time, in the log once a name."""
         if not ignored:
             return
-        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_WARNED]]
+        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_NAMES_WARNED_OF]]
         request.state.warning = "ignored unknown fields: " + ", ".join(names)
-        unheard = set(names) - self._names_warned_of
-        if unheard and len(self._names_warned_of) < MAX_NAMES:
-            self._names_warned_of |= unheard
+        unheard = set(names) - self._names_logged
+        if unheard and len(self._names_logged) < MAX_NAMES_LOGGED:
+            self._names_logged |= unheard
             logger.warning("request %s: %s", request.state.request_id, request.state.warning)
 
 
