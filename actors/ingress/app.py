@@ -70,7 +70,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_middleware(Edge, metrics=metrics, max_open_requests=max_open_requests)
+    app.add_middleware(Edge, metrics=metrics, max_open_requests=max_open_requests, timeout_s=timeout_s)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 

@@ -13,7 +13,7 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.actors.ingress.errors import ApiError, internal_error, overloaded
+from shoal.actors.ingress.errors import ApiError, internal_error, overloaded, timed_out
 from shoal.actors.ingress.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
@@ -24,16 +24,20 @@ QUIET_S = 1.0
 CLIENT_CLOSED_REQUEST = 499
 """Seen in logs and metrics only: whoever would read it is gone."""
 
+LAST_WORDS_S = 10.0
+"""For the answer that says that a deadline was missed; who has not read it by then is as good as gone."""
+
 logger = logging.getLogger(__name__)
 
 
 class Edge:
     """Tells those inside what the request is called and when it arrived; they may leave a warning for it."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_open_requests: int) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_open_requests: int, timeout_s: float) -> None:
         self._app = app
         self._metrics = metrics
         self._max_open_requests = max_open_requests
+        self._limit_s = timeout_s + LAST_WORDS_S
         self._num_open = 0
         self._quiet_until: dict[str, float] = {}
 
@@ -65,11 +69,14 @@ class Edge:
         self._num_open += 1
         self._metrics.in_flight.inc()
         try:
-            await self._bounded(scope, receive, send_named)
+            async with asyncio.timeout(self._limit_s) as limit:
+                await self._bounded(scope, receive, send_named)
         except Exception as error:
-            report_failure(scope, error)
+            failure = timed_out(self._limit_s) if limit.expired() else error
+            report_failure(scope, failure)
             if status == CLIENT_CLOSED_REQUEST:
-                await internal_error().response()(scope, receive, send_named)
+                answer = failure if isinstance(failure, ApiError) else internal_error()
+                await answer.response()(scope, receive, send_named)
         finally:
             self._num_open -= 1
             self._metrics.in_flight.dec()

@@ -36,8 +36,10 @@ from shoal.actors.messages import ModelCard
 
 INTAKE_THREADS = 4
 """A long prompt keeps one of them for seconds; the others go on."""
-MAX_NAMES = 1000
-MAX_WARNED = 16
+MAX_NAMES_WARNED_OF = 16
+"""In one answer,"""
+MAX_NAMES_LOGGED = 1000
+"""and in the life of a process: they are a client's words."""
 _UNPRINTABLE = re.compile(r"[^!-~]")
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,7 @@ class Endpoints:
         # Parsing is short, so it never waits for tokenizing: the request's own deadline is known at once.
         self._parsers = ThreadPoolExecutor(1, thread_name_prefix="parse")
         self._threads = ThreadPoolExecutor(INTAKE_THREADS, thread_name_prefix="intake")
-        self._names_warned_of: set[str] = set()
+        self._names_logged: set[str] = set()
 
     async def chat_completions(self, request: Request) -> Response:
         return await self._generate(request, ChatCompletionRequest, self._intake.chat, ChatAnswer)
@@ -135,8 +137,7 @@ class Endpoints:
         )
         deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics)
         if body.stream:
-            events = _events(answer, choices, deltas, include_usage=body.include_usage)
-            return EventStream(events, deadline=deadline.at)
+            return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
         written = partial(answer.whole, said, total_usage(choices))
         if include_logprobs:
@@ -182,11 +183,11 @@ class Endpoints:
         """In the answer's headers every time, in the log once a name."""
         if not ignored:
             return
-        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_WARNED]]
+        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_NAMES_WARNED_OF]]
         request.state.warning = "ignored unknown fields: " + ", ".join(names)
-        unheard = set(names) - self._names_warned_of
-        if unheard and len(self._names_warned_of) < MAX_NAMES:
-            self._names_warned_of |= unheard
+        unheard = set(names) - self._names_logged
+        if unheard and len(self._names_logged) < MAX_NAMES_LOGGED:
+            self._names_logged |= unheard
             logger.warning("request %s: %s", request.state.request_id, request.state.warning)
 
 

@@ -14,9 +14,9 @@ from shoal.actors.ingress.transcript import TextDelta, Transcript
 
 KEEP_ALIVE_S = 15.0
 
-Event = tuple[int, TextDelta] | Exception | None
+Heard = tuple[int, TextDelta] | Exception | None
 """Something was said by the choice of this index; it failed; nothing was said for KEEP_ALIVE_S."""
-Inbox = asyncio.Queue[Event]
+Inbox = asyncio.Queue[Heard]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,16 +50,16 @@ async def text_deltas(
     unfinished = len(listeners)
     try:
         while unfinished:
-            event = await inbox.get()
-            if isinstance(event, Exception):
-                raise event
-            if event is not None:
+            heard = await inbox.get()
+            if isinstance(heard, Exception):
+                raise heard
+            if heard is not None:
                 watch.heard()
-                _, delta = event
+                _, delta = heard
                 if delta.finish_reason is not None:
                     unfinished -= 1
                     metrics.count_finished(delta.finish_reason)
-            yield event
+            yield heard
     finally:
         watch.cancel()
         for listener in listeners:

@@ -13,9 +13,6 @@ from shoal.actors.ingress.answers import event
 from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
 
-LAST_WORDS_S = 10.0
-"""For telling that the deadline was missed; a client that has not read it by then is as good as gone."""
-
 _T = TypeVar("_T")
 
 
@@ -52,22 +49,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, items: AsyncGenerator[bytes, None], *, deadline: float) -> None:
-        """The deadline, in the event loop's time, is the items' own; here it ends the wait for the client."""
+    def __init__(self, items: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._items = items
-        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientGone):
-            try:
-                async with asyncio.timeout_at(self._deadline + LAST_WORDS_S) as limit:
-                    await while_connected(receive, self._send_all(scope, send))
-            except TimeoutError:
-                if not limit.expired():
-                    raise
+            await while_connected(receive, self._send_all(scope, send))
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._items) as items:

@@ -10,8 +10,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.types import Message
 
 from shoal.actors.ingress.app import create_app
+from shoal.actors.ingress.edge import LAST_WORDS_S
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
 from tests.api.fakes import FakeDispatcher, Script
@@ -142,6 +144,32 @@ def test_a_full_cluster_is_logged_once_a_second_and_counted_each_time(
     run_in_virtual_time(scenario())
     assert ["full" in record.getMessage() for record in caplog.records] == [True, True]
     assert door.metrics()["shoal_request_errors_total{code=overloaded}"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_reads_nothing_is_given_up_soon_after_the_deadline(
+    card: ModelCard, codec: TextCodec, stream: bool
+) -> None:
+    door = Door(card, codec, timeout_s=9.0)
+    door.dispatcher.script = Script(token_ids=tokens_of("alpha"))
+    body = json.dumps({"prompt": "", "stream": stream}).encode()
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+
+    async def scenario() -> float:
+        requests = asyncio.Queue[Message]()
+        requests.put_nowait({"type": "http.request", "body": body})
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await door.app(scope, requests.get, send)
+        return asyncio.get_running_loop().time()
+
+    assert run_in_virtual_time(scenario()) == 9.0 + LAST_WORDS_S
+    metrics = door.metrics()
+    assert metrics["shoal_http_requests_in_flight"] == 1  # the scrape itself
+    assert metrics["shoal_request_errors_total{code=timeout}"] == 1
 
 
 def test_metrics_tell_what_happened(door: Door) -> None:

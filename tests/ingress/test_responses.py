@@ -4,8 +4,7 @@ from collections.abc import AsyncGenerator
 import pytest
 from starlette.types import Message
 
-from shoal.actors.ingress.responses import LAST_WORDS_S, ClientGone, EventStream, while_connected
-from tests.ingress.virtual_time import run_in_virtual_time
+from shoal.actors.ingress.responses import ClientGone, EventStream, while_connected
 
 
 async def never() -> None:
@@ -84,9 +83,7 @@ def test_case_50_the_items_are_closed_wherever_the_stream_stood(reads: bool) -> 
                 closed.append(True)
 
         running = asyncio.create_task(
-            EventStream(items(), deadline=1e9)(
-                {"type": "http", "state": {"request_id": "1"}}, client.receive, client.send
-            )
+            EventStream(items())({"type": "http", "state": {"request_id": "1"}}, client.receive, client.send)
         )
         await asyncio.sleep(0.01)
         assert not closed
@@ -106,27 +103,9 @@ def test_an_item_may_hold_no_event() -> None:
             yield b"data: 1\n\n"
             yield b""
 
-        await EventStream(items(), deadline=1e9)({"type": "http"}, client.receive, client.send)
+        await EventStream(items())({"type": "http"}, client.receive, client.send)
         start, *bodies = client.received
         assert start["type"] == "http.response.start"
         assert [message["body"] for message in bodies] == [b"data: 1\n\n", b""]
 
     asyncio.run(scenario())
-
-
-def test_a_client_that_takes_nothing_is_given_up_some_time_after_the_deadline() -> None:
-    async def scenario() -> float:
-        client, closed = Client(), []
-        client.reads = False
-
-        async def items() -> AsyncGenerator[bytes, None]:
-            try:
-                yield b"data: 1\n\n"
-            finally:
-                closed.append(True)
-
-        await EventStream(items(), deadline=30.0)({"type": "http"}, client.receive, client.send)
-        assert closed
-        return asyncio.get_running_loop().time()
-
-    assert run_in_virtual_time(scenario()) == 30.0 + LAST_WORDS_S
