@@ -1,13 +1,12 @@
 """The `shoal` command. It parses and reports; the work is elsewhere, imported when a command needs it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from shoal.cluster.bench.cli import app as bench_app
+from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype
 
 app = typer.Typer(
@@ -63,10 +62,11 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
-    from shoal.cluster.serve import ServeOptions, serve  # noqa: PLC0415
+    from shoal.cluster.serve import ServeError, ServeOptions, serve  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
     from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
 
-    with _one_line_errors():
+    with one_line_errors(ServeError, ModelSourceError):
         serve(
             ServeOptions(
                 model=model,
@@ -89,21 +89,6 @@ def serve(
             ),
             Console(),
         )
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What the operator can mend is a line on stderr and status 1; anything else is a bug and its trace."""
-    from shoal.cluster.serve import ServeError  # noqa: PLC0415
-    from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
-
-    try:
-        yield
-    except (ServeError, ModelSourceError, ValueError) as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
-        raise typer.Exit(1) from error
 
 
 def main() -> None:

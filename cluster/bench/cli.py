@@ -1,8 +1,6 @@
 """`shoal bench`: one engine beside a peer, or any server that speaks OpenAI's API under load."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +11,7 @@ from rich.console import Console
 from shoal.cluster.bench.serve.arrivals import ArrivalName
 from shoal.cluster.bench.serve.dialogue import Endpoint
 from shoal.cluster.bench.serve.workload import Lengths, PromptFormat, WorkloadConfig, WorkloadName
+from shoal.cluster.console import PLAIN, one_line_errors, write
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -31,19 +30,21 @@ def engine(
     from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
     from shoal.cluster.bench.engine import bench_engine, report  # noqa: PLC0415
     from shoal.cluster.bench.transformers_peer import TransformersPeer  # noqa: PLC0415
-    from shoal.cluster.sources import resolve_model  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
 
     console = Console()
-    checkpoint = resolve_model(model).directory
-    threads = threads or len(os.sched_getaffinity(0))
-    config = EngineConfig(
-        checkpoint=str(checkpoint),
-        max_model_len=2048,
-        memory_bytes=4 << 30,
-        threads=threads,
-        prefix_cache="naive",  # the same prompt is measured again and again
-    )
-    rows = bench_engine(config, TransformersPeer(checkpoint, threads), console)
+    with one_line_errors(ModelSourceError):
+        _check_writable(json_file)
+        checkpoint = resolve_model(model).directory
+        threads = threads or len(os.sched_getaffinity(0))
+        config = EngineConfig(
+            checkpoint=str(checkpoint),
+            max_model_len=2048,
+            memory_bytes=4 << 30,
+            threads=threads,
+            prefix_cache="naive",  # the same prompt is measured again and again
+        )
+        rows = bench_engine(config, TransformersPeer(checkpoint, threads), console)
     report(rows, vs, json_file, console)
 
 
@@ -92,11 +93,11 @@ def serve(
 ) -> None:
     """Load any OpenAI-compatible server; measure throughput, latencies and cached tokens."""
     from shoal.cluster.bench.serve.progress import watched  # noqa: PLC0415
-    from shoal.cluster.bench.serve.report import as_json, show, summary_of, write  # noqa: PLC0415
-    from shoal.cluster.bench.serve.run import ServeBenchConfig  # noqa: PLC0415
+    from shoal.cluster.bench.serve.report import as_json, show, summary_of  # noqa: PLC0415
+    from shoal.cluster.bench.serve.run import BenchError, ServeBenchConfig  # noqa: PLC0415
 
     console = Console()
-    with _one_line_errors():
+    with one_line_errors(BenchError):
         for path in (json_file, plot):
             _check_writable(path)
         if rows and json_file is None:
@@ -138,7 +139,7 @@ def serve(
         from shoal.cluster.bench.serve.plot import draw  # noqa: PLC0415  (matplotlib is an extra)
 
         draw(run, summary, plot)
-        console.print(f"drawn to {plot}", highlight=False, soft_wrap=True)
+        console.print(f"drawn to {plot}", **PLAIN)
     if not summary.completed:
         raise typer.Exit(1)
 
@@ -149,16 +150,3 @@ def _check_writable(path: Path | None) -> None:
         return
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"cannot write {path}")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    from shoal.cluster.bench.serve.run import BenchError  # noqa: PLC0415
-
-    try:
-        yield
-    except (BenchError, ValueError) as error:
-        Console(stderr=True).print(
-            f"error: {error}", style="red", highlight=False, markup=False, soft_wrap=True
-        )
-        raise typer.Exit(1) from error

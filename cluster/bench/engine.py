@@ -20,6 +20,7 @@ from shoal.actors.engine.build import build_engine
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.cluster.console import write
 
 Phase = Literal["decode", "prefill"]
 
@@ -172,5 +173,4 @@ def report(rows: list[Row], peer: str, json_file: Path | None, console: Console)
         )
     console.print(table)
     if json_file is not None:
-        json_file.write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
-        console.print(f"written to {json_file}", highlight=False, soft_wrap=True)
+        write(json_file, json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", console)

@@ -15,12 +15,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_llama(tmp_path_factory.mktemp("checkpoint")))
 
 
-def serve(*arguments: str) -> str:
-    """The error that `shoal serve` ends with."""
-    result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "200"})
+def error_of(*command: str) -> str:
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
     assert result.exit_code in (1, 2), result.output
     assert result.exit_code == 2 or result.output.count("\n") == 1, "one line"
     return result.output
+
+
+def serve(*arguments: str) -> str:
+    """The error that `shoal serve` ends with."""
+    return error_of("serve", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,10 @@ def test_a_wrong_choice_is_one_line(checkpoint: str, flags: list[str], message: 
 
 def test_a_model_that_is_not_there() -> None:
     assert "/nowhere/at/all is not a directory" in serve("/nowhere/at/all")
+
+
+def test_a_bench_of_a_model_that_is_not_there() -> None:
+    assert "/nowhere/at/all is not a directory" in error_of("bench", "engine", "/nowhere/at/all")
 
 
 def test_an_unsupported_architecture_is_refused_with_the_list_of_what_is_supported(tmp_path: Path) -> None:

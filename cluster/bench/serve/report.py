@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from shoal.cluster.bench.serve.client import Reply
 from shoal.cluster.bench.serve.load import Record
 from shoal.cluster.bench.serve.run import Run
 from shoal.cluster.bench.serve.summary import Distribution, Summary, completed, summarize
+from shoal.cluster.console import PLAIN
 
 BUSY_CLIENT = 0.8
 LATE_S = 0.01
@@ -67,12 +67,9 @@ def show(run: Run, summary: Summary, console: Console) -> None:
     if summary.completed:
         console.print(_latencies(summary))
     for kind, failure in summary.failures.items():
-        console.print(f"{failure.count} x {kind}: {failure.example}", style="red", **_PLAIN)
+        console.print(f"{failure.count} x {kind}: {failure.example}", style="red", **PLAIN)
     for note in notes(run, summary):
-        console.print(f"note: {note}", style="yellow", **_PLAIN)
-
-
-_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+        console.print(f"note: {note}", style="yellow", **PLAIN)
 
 
 def _rates(summary: Summary) -> Table:
@@ -185,8 +182,3 @@ def _rounded(value: Any) -> Any:
             return [_rounded(entry) for entry in value]
         case _:
             return value
-
-
-def write(path: Path, text: str, console: Console) -> None:
-    path.write_text(text)
-    console.print(f"written to {path}", **_PLAIN)
