@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -116,7 +115,6 @@ void encode(const uint16_t* values, long fours, Linear::Pair& pair, uint8_t* out
             out[128 + at / 2] |= uint8_t(places.of(values[i]) << at % 2 * 4);
         }
     }
-    pair.rare.shrink_to_fit();
 }
 
 }  // namespace
@@ -163,18 +161,20 @@ EXPORT int shoal_linear_settle(Linear* w, int threads) try {
     const long count = (w->panels() + 1) / 2, fours = w->fours();
     const auto* values = reinterpret_cast<const uint16_t*>(plain.get());
     std::vector<Linear::Pair> pairs(count);
-    std::atomic<long> rare = 0;
+    std::vector<long> rare(count);  // fours of each that will lie apart
     parallel(threads, count, [&](long i) {
         const auto* pair = values + i * fours * FOURS;
         choose_table(pair, fours, pairs[i].table);
         const Places places(pairs[i].table);
-        for (long four = 0; four < fours; four++) rare += places.any_missing(pair + four * FOURS);
+        for (long four = 0; four < fours; four++) rare[i] += places.any_missing(pair + four * FOURS);
     });
-    if (rare * 16 > count * fours) {  // no trained weights: what lies apart would cost more than is saved
+    // Of weights that nobody trained: what lies apart would cost more than is saved.
+    if (std::accumulate(rare.begin(), rare.end(), 0L) * 16 > count * fours) {
         w->data = zeroed(w->data_bytes());
         std::memcpy(w->data.get(), plain.get(), w->data_bytes());
         return 1;
     }
+    for (long i = 0; i < count; i++) pairs[i].rare.reserve(rare[i]);  // no thread of the pool may run out of memory
     w->dtype = Dtype::bf12;
     w->data = zeroed(w->data_bytes());
     w->pairs = std::move(pairs);

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,49 +145,33 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
 
 
 def _largest_step(config: EngineConfig) -> StepPlan:
-    """As many sequences and tokens as a step may have, all on block 0, where nothing of value lies.
-
-    One token less than a sequence may have, since it draws one.
-    """
-    lengths = [
-        min(
-            config.max_model_len - 1,
-            config.max_num_batched_tokens // config.max_num_seqs
-            + (i < config.max_num_batched_tokens % config.max_num_seqs),
-        )
-        for i in range(config.max_num_seqs)
-    ]
-    return StepPlan(
-        step_id=0,
-        sequences=tuple(
-            SequenceStep(
-                sequence_id=SequenceId(i),
-                row=BlockId(i + 1),
-                start=0,
-                end=length,
-                block_table=(NO_BLOCK,) * -(-length // config.block_size),
-                known_tokens=(0,) * length,
-                draw=Draw(sampling=SamplingParams(), num_prompt_tokens=length),
-            )
-            for i, length in enumerate(lengths)
-        ),
-    )
+    """As many sequences and tokens as a step may have. One token less than a sequence may have, since it
+    draws one."""
+    each, rest = divmod(config.max_num_batched_tokens, config.max_num_seqs)
+    longest = config.max_model_len - 1
+    return _rehearsal(config, [(0, min(longest, each + (i < rest))) for i in range(config.max_num_seqs)])
 
 
 def _longest_step(config: EngineConfig) -> StepPlan:
     """As many sequences as a step may have, each at its last row: attention's own memory grows with that."""
     end = config.max_model_len - 1
+    return _rehearsal(config, [(end - 1, end)] * config.max_num_seqs)
+
+
+def _rehearsal(config: EngineConfig, rows: Iterable[tuple[int, int]]) -> StepPlan:
+    """Rows start, ..., end - 1 of each sequence, all on block 0, where nothing of value lies."""
     return StepPlan(
         step_id=0,
         sequences=tuple(
             SequenceStep(
                 sequence_id=SequenceId(i),
                 row=BlockId(i + 1),
-                start=end - 1,
+                start=start,
                 end=end,
                 block_table=(NO_BLOCK,) * -(-end // config.block_size),
+                draw=Draw(sampling=SamplingParams(), num_prompt_tokens=end),
             )
-            for i in range(config.max_num_seqs)
+            for i, (start, end) in enumerate(rows)
         ),
     )
 

@@ -67,9 +67,8 @@ class _Engine:
         self._num_requests = 0
         self._uncomputed_tokens = 0
         self._notes: OrderedDict[Attempt, tuple[float, int]] = OrderedDict()  # when, tokens to compute
-        self._noted_tokens = (
-            0  # of all notes: to sum them up for each placement would cost a burst its square
-        )
+        self._noted_tokens = 0
+        """Of all notes: to sum them up for each placement would cost a burst its square."""
         self._expected: OrderedDict[BlockKey, float] = OrderedDict()  # since when
         self._recent_tokens, self._recent_at = 0.0, 0.0
 
