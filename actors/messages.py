@@ -12,10 +12,12 @@ from enum import StrEnum
 from typing import NewType
 
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.boundary import BoundaryRule
 
 EngineId = NewType("EngineId", str)
 IngressId = NewType("IngressId", str)
 RequestId = NewType("RequestId", str)
+StoreId = NewType("StoreId", str)
 
 
 class FinishReason(StrEnum):
@@ -76,6 +78,30 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSource:
+    """A store that has blocks first, first + 1, ..., end - 1 of a prompt, and the segments of these ones."""
+
+    store_id: StoreId
+    first: int
+    end: int
+    segments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedTokens:
+    """How many tokens of a prompt were not computed for it, by where they were found."""
+
+    device: int = 0
+    own_store: int = 0
+    """The engine's own node's."""
+    other_store: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.own_store + self.other_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
     """One attempt at one request, complete in itself: any engine of the model can serve it."""
 
@@ -94,6 +120,8 @@ class EngineRequest:
     """Only requests of one salt share cached prefixes."""
     priority: int = 0
     """Lower is sooner; equal ones go by arrival."""
+    sources: tuple[PrefixSource, ...] = ()
+    """Where the router believes the prompt's blocks to be, beside the engine's own device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,8 +148,8 @@ class TokenChunk:
     """One for each of token_ids if they were asked for."""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the prompt's tokens from the second on, in pieces as they are computed: the first has none."""
-    num_cached_tokens: int | None = None
-    """In the request's first chunk with a token: how many of its prompt were not computed for it."""
+    cached_tokens: CachedTokens | None = None
+    """In the request's first chunk with a token."""
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     """Set exactly when finish_reason is ERROR."""
@@ -177,6 +205,64 @@ class PrefixSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReport:
+    """A KV store's account of what it holds, pushed to the router in batches. Blocks and segments alike."""
+
+    store_id: StoreId
+    sequence: int
+    """As an engine's."""
+    stored: tuple[BlockKey, ...] = ()
+    removed: tuple[BlockKey, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSnapshot:
+    """All that a store held when it made its report `sequence`."""
+
+    store_id: StoreId
+    sequence: int
+    block_keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementReply:
+    """Where a request goes, and where its prefix can be had."""
+
+    engine_id: EngineId
+    sources: tuple[PrefixSource, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredEntry:
+    """One block or segment within an extent's bytes."""
+
+    key: BlockKey
+    offset: int
+    size: int
+    checksum: int
+    """xxh3-64 of its bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """What is saved, fetched and evicted as one: up to 8 MiB of consecutive blocks, or of segments."""
+
+    extent_id: str
+    """Unique to the engine that made it."""
+    entries: tuple[StoredEntry, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreInfo:
+    """What a ready store says of itself, for people."""
+
+    store_id: StoreId
+    node: str
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
     """What the front door must know of the served model."""
 
@@ -201,6 +287,8 @@ class EngineInfo:
     memory: str
     fingerprint: bytes
     """The root of its block keys; what the ingresses ask for must be named below the same."""
+    rule: BoundaryRule = BoundaryRule()
+    """What it needs beside blocks to take up a prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

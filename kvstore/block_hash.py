@@ -32,3 +32,9 @@ def extend_keys(parent: BlockKey, token_ids: Sequence[int], block_size: int) -> 
         parent = BlockKey(blake2b(parent + block, digest_size=KEY_BYTES).digest())
         keys.append(parent)
     return keys
+
+
+def segment_key(key: BlockKey) -> BlockKey:
+    """Names the state segment of a block. A key like any other, so that stores and directories, which know
+    bytes and not what they are, hold both alike."""
+    return BlockKey(blake2b(key, digest_size=KEY_BYTES, person=b"state segment").digest())

@@ -316,7 +316,7 @@ class Scheduler:
             self._share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         drawn = result.drawn[step.sequence_id]
-        num_cached_tokens = None if sequence.num_output else sequence.num_cached_tokens
+        cached_tokens = None if sequence.num_output else sequence.cached_tokens
         reason = sequence.append(drawn.token_id)
         self._share(sequence)
         if reason is not None:
@@ -326,7 +326,7 @@ class Scheduler:
             token_ids=(drawn.token_id,),
             logprobs=() if drawn.logprob is None else (drawn.logprob,),
             prompt_logprobs=prompt_logprobs,
-            num_cached_tokens=num_cached_tokens,
+            cached_tokens=cached_tokens,
             finish_reason=reason,
         )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from shoal.actors.engine.pools import Holding
 from shoal.actors.engine.step import Draw, SequenceId
-from shoal.actors.messages import EngineRequest, FinishReason, IngressId, TokenLogprob
+from shoal.actors.messages import CachedTokens, EngineRequest, FinishReason, IngressId, TokenLogprob
 from shoal.kvstore.block_hash import BlockKey, extend_keys
 
 
@@ -42,8 +42,8 @@ class Sequence:
     """Of its table, from the first: they are the prefix cache's too."""
     may_share: bool = True
     """False once the prefix cache has been reset under it: what it computed must not be offered again."""
-    num_cached_tokens: int | None = None
-    """Of the prompt, found in the prefix cache when the sequence was first admitted."""
+    cached_tokens: CachedTokens | None = None
+    """Of the prompt, found when the sequence was first admitted."""
     num_prompt_logprobs: int = 0
     """Reported so far: one for each row of the prompt, of the token after it."""
 
@@ -104,8 +104,8 @@ class Sequence:
         self.num_shared_blocks = num_hit_blocks
         self.may_share = self.is_new_to_runner = True
         self.num_planned = self.num_computed = num_hit_blocks * block_size
-        if self.num_cached_tokens is None:
-            self.num_cached_tokens = self.num_planned
+        if self.cached_tokens is None:
+            self.cached_tokens = CachedTokens(device=self.num_planned)
 
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""

@@ -44,6 +44,16 @@ class SequenceStep:
     """Draw the token at position `end`; None inside a prompt."""
     prompt_logprobs: int | None = None
     """Report the logprobs of the prompt's tokens at positions start + 1, ..., end (as far as there are)."""
+    restore: tuple[BlockId, ...] = ()
+    """Segments to copy into the slot's rings before anything is computed: those of the blocks that end at
+    `start`, oldest first. Only in a sequence's first step."""
+    captures: tuple[tuple[int, BlockId], ...] = ()
+    """(boundary, segment), start < boundary <= end: as the step computes the rows before `boundary`, copy
+    those of the block that ends there to the segment. Rows before `start` come from the ring."""
+    valid_from: int = 0
+    """Layers that are not stored have no rows before this position: nobody may look there."""
+    store_from: int = 0
+    """Rows of paged layers before this position lie in their blocks already, shared: they are not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

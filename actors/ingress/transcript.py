@@ -9,7 +9,14 @@ from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.logprobs import ScoredToken, scored
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.ingress.stop_strings import StopStrings
-from shoal.actors.messages import ErrorKind, FinishReason, RequestError, TokenChunk, TokenLogprob
+from shoal.actors.messages import (
+    CachedTokens,
+    ErrorKind,
+    FinishReason,
+    RequestError,
+    TokenChunk,
+    TokenLogprob,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +40,18 @@ class Transcript:
         self._prompt = None if asked.echo is None else _EchoedPrompt(asked, asked.echo, table)
         self._num_chars = len(asked.echo or "")
         self._num_tokens = 0
-        self._num_cached_tokens = 0
+        self._cached_tokens = CachedTokens()
         self.has_begun = False
         """An engine has drawn a token: its prompt is computed, or was cached."""
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, self._num_cached_tokens)
+        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, self._cached_tokens.total)
 
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""
         self.has_begun |= bool(chunk.token_ids)
-        self._num_cached_tokens = chunk.num_cached_tokens or self._num_cached_tokens
+        self._cached_tokens = chunk.cached_tokens or self._cached_tokens
         texts: list[str] = []
         tokens: list[ScoredToken] = []
         if self._prompt is not None:

@@ -6,7 +6,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shoal.actors.messages import EngineRequest, FinishReason, RequestError, TokenChunk, TokenLogprob
+from shoal.actors.messages import (
+    CachedTokens,
+    EngineRequest,
+    FinishReason,
+    RequestError,
+    TokenChunk,
+    TokenLogprob,
+)
 from shoal.kvstore.block_hash import BlockKey
 
 
@@ -133,7 +140,7 @@ def _chunk(
         attempt=request.attempt,
         token_ids=token_ids,
         logprobs=() if num_top is None else tuple(logprob_of(token_id, num_top) for token_id in token_ids),
-        num_cached_tokens=cached,
+        cached_tokens=None if cached is None else CachedTokens(device=cached),
         finish_reason=finish_reason,
         error=error,
     )

@@ -106,10 +106,10 @@ class Bench:
             name = reply.chunk.request_id
             assert name not in self.finished, "nothing follows the last chunk"
             if reply.chunk.token_ids and not self.tokens[name]:
-                assert reply.chunk.num_cached_tokens is not None
-                self.cached[name] = reply.chunk.num_cached_tokens
+                assert reply.chunk.cached_tokens is not None
+                self.cached[name] = reply.chunk.cached_tokens.total
             else:
-                assert reply.chunk.num_cached_tokens is None
+                assert reply.chunk.cached_tokens is None
             self.tokens[name] += reply.chunk.token_ids
             self.prompt_logprobs[name] += reply.chunk.prompt_logprobs
             if reply.chunk.finish_reason:

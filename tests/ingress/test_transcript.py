@@ -13,6 +13,7 @@ from shoal.actors.ingress.protocol import Usage
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import (
+    CachedTokens,
     EngineRequest,
     ErrorKind,
     FinishReason,
@@ -169,7 +170,7 @@ def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
 
 def test_cached_tokens_are_in_the_usage() -> None:
     said = transcript()
-    said.feed(replace(chunk("alpha"), num_cached_tokens=2))
+    said.feed(replace(chunk("alpha"), cached_tokens=CachedTokens(device=2)))
     said.feed(chunk("alpha", FinishReason.LENGTH))
     assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
 

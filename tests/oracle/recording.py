@@ -131,8 +131,8 @@ class Served:
                 chunk = reply.chunk
                 assert chunk.error is None, chunk.error
                 self.recording.tokens[chunk.request_id] += chunk.token_ids
-                if chunk.num_cached_tokens is not None:
-                    self.recording.num_cached_tokens[chunk.request_id] = chunk.num_cached_tokens
+                if chunk.cached_tokens is not None:
+                    self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
         self.engine.check()
         self.recording.num_preemptions = self._scheduler.num_preemptions
         return self.recording

@@ -1,0 +1,43 @@
+"""Where a cached prefix can be taken up: the rule that engines, stores and the router share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Rows before `boundary` are in blocks; computing goes on at `start`, from the state that was there.
+
+    Both in blocks. `start` lies before `boundary` where layers are not stored: the rows of paged layers
+    between the two are read and not written again.
+    """
+
+    boundary: int = 0
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoundaryRule:
+    """What must be at hand beside blocks. Without sliding layers nothing is, and every boundary will do."""
+
+    num_segments: int = 0
+    """State at a boundary is in the segments of so many blocks before it, or of all if there are fewer."""
+    num_recomputed: int = 0
+    """Blocks before a boundary that must be computed again, because the last sliding layers are not stored:
+    ⌈m(W − 1) / B⌉ for m layers of window W. Each such layer lacks W − 1 positions, and what it lacks is felt
+    by the one above."""
+
+    def furthest(self, num_blocks: int, has_segment: Callable[[int], bool]) -> Resume:
+        """The resume that leaves the least to compute, of a prefix whose first `num_blocks` blocks are there.
+
+        has_segment: whether the segment of block i is there too.
+        """
+        for boundary in range(num_blocks, self.num_recomputed, -1):
+            start = boundary - self.num_recomputed
+            if all(has_segment(i) for i in self.segments_at(start)):
+                return Resume(boundary=boundary, start=start)
+        return Resume()
+
+    def segments_at(self, start: int) -> range:
+        """The blocks whose segments hold the state at the end of block start - 1."""
+        return range(max(0, start - self.num_segments), start)
