@@ -287,7 +287,7 @@ class EngineInfo:
     memory: str
     fingerprint: bytes
     """The root of its block keys; what the ingresses ask for must be named below the same."""
-    rule: BoundaryRule = BoundaryRule()
+    rule: BoundaryRule = field(default_factory=BoundaryRule)
     """What it needs beside blocks to take up a prefix."""
 
 

@@ -50,7 +50,7 @@ class StateLayout:
     num_layers: int
     """Layers with a ring."""
     num_dropped: int = 0
-    """So many of them, the last ones, are not stored. They are exact again after BoundaryRule.num_recomputed."""
+    """So many of them, the last ones, are not stored: exact again after BoundaryRule.num_recomputed."""
     window: int
     """Positions that a token sees, its own the last; the largest of all these layers."""
     num_kv_heads: int
