@@ -13,9 +13,9 @@ from shoal.kvstore.directory import Directory
 COMPUTE_WEIGHT = 4.0
 """To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""
 
-OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT = 0.1, 0.5
+OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT = 0.25, 1.0
 """To fetch one, from the engine's own node's store or from another's: it delays its own request alone, and by
-a small part of what computing takes."""
+less than computing does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,14 +118,14 @@ def test_a_prefix_in_a_store_is_fetched_where_that_is_nearest() -> None:
 
 
 def test_work_that_stands_there_sends_it_to_another_node_and_the_store_with_it() -> None:
-    """Fetching 8 blocks from another node costs as much as standing behind 51 tokens more."""
+    """Fetching 8 blocks from another node costs as much as standing behind 96 tokens more."""
     cluster = Cluster()
     cluster.store_has(WEST, blocks(range(8)))
-    cluster.engine_has(B, (), uncomputed=50)
+    cluster.engine_has(B, (), uncomputed=95)
     assert cluster.place().engine_id == B
     cluster = Cluster()
     cluster.store_has(WEST, blocks(range(8)))
-    cluster.engine_has(B, (), uncomputed=60)
+    cluster.engine_has(B, (), uncomputed=97)
     assert cluster.place() == Placement(
         engine_id=A, expected_hit_tokens=8 * BLOCK, sources=(source(WEST, 0, 8),)
     )
