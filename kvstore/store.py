@@ -37,12 +37,6 @@ class _Held(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class _Coming:
-    extent: Extent
-    writer: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Lease:
     lease_id: int
     until: float
@@ -67,7 +61,7 @@ class KVStore(Generic[T]):
     """Extents under one budget, however many engines write. A key leads to at most one of them.
 
         put_start ──▶ coming ──put_end──▶ found by read ──▶ evicted, discarded
-                        └──put_abort, abandon──▶ nothing is left
+                        └──put_abort──▶ nothing is left
 
     What is coming counts against the budget, and nobody sees it. It keeps nobody else from putting the same
     keys: of two that do, the first one whole is found.
@@ -90,7 +84,7 @@ class KVStore(Generic[T]):
         self._clock = clock
         self._lease_s = lease_s
         self._held: dict[str, _Held[T]] = {}
-        self._coming: dict[str, _Coming] = {}
+        self._coming: dict[str, Extent] = {}
         self._where: dict[BlockKey, str] = {}
         self._builds_upon: dict[BlockKey, set[str]] = {}
         self._interior: OrderedDict[str, None] = OrderedDict()
@@ -108,7 +102,7 @@ class KVStore(Generic[T]):
     def keys(self) -> tuple[BlockKey, ...]:
         return tuple(self._where)
 
-    def put_start(self, extent: Extent, writer: str) -> Extent | None:
+    def put_start(self, extent: Extent) -> Extent | None:
         """What of the extent is wanted, with room made for it; None if nothing is.
 
         Must be followed by put_end or put_abort. Raises ValueError for an extent that is coming already.
@@ -124,13 +118,13 @@ class KVStore(Generic[T]):
         if not self._make_room(cost(wanted), below=self._path(wanted.parent)):
             self.counts.refused_extents += 1
             return None
-        self._coming[wanted.extent_id] = _Coming(wanted, writer)
+        self._coming[wanted.extent_id] = wanted
         self.used_bytes += cost(wanted)
         return wanted
 
     def put_end(self, extent_id: str, ticket: T) -> None:
         """The bytes are there, whole: from here on they are found. Raises KeyError if nothing was coming."""
-        extent = self._coming.pop(extent_id).extent
+        extent = self._coming.pop(extent_id)
         found = [key for key in extent.keys if key not in self._where]
         if not found:  # somebody else was faster
             self.used_bytes -= cost(extent)
@@ -145,14 +139,9 @@ class KVStore(Generic[T]):
 
     def put_abort(self, extent_id: str) -> None:
         """The bytes will not come. An extent that is not coming is passed over."""
-        if (coming := self._coming.pop(extent_id, None)) is not None:
-            self.used_bytes -= cost(coming.extent)
+        if (extent := self._coming.pop(extent_id, None)) is not None:
+            self.used_bytes -= cost(extent)
             self.counts.failed_extents += 1
-
-    def abandon(self, writer: str) -> None:
-        """A writer is gone: nothing of it comes any more. What it has put is the store's, and stays."""
-        for extent_id in [i for i, coming in self._coming.items() if coming.writer == writer]:
-            self.put_abort(extent_id)
 
     def read(self, keys: Sequence[BlockKey]) -> Reading:
         """What is here of these keys of one path, and a lease on it."""
@@ -196,8 +185,7 @@ class KVStore(Generic[T]):
     def check(self) -> None:
         """Raise AssertionError if the books disagree with each other."""
         extents = [held.extent for held in self._held.values()]
-        coming = [coming.extent for coming in self._coming.values()]
-        assert self.used_bytes == sum(cost(extent) for extent in [*extents, *coming])
+        assert self.used_bytes == sum(cost(extent) for extent in [*extents, *self._coming.values()])
         assert 0 <= self.used_bytes <= self.budget_bytes
         where = {key: i for i, held in self._held.items() for key in held.found}
         assert where == self._where

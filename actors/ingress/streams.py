@@ -10,7 +10,6 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from shoal.actors.calls import within
 from shoal.actors.messages import (
     EngineId,
     EngineRequest,
@@ -24,6 +23,7 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.calls import within
 
 logger = logging.getLogger(__name__)
 

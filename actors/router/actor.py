@@ -8,10 +8,10 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from shoal.actors.calls import within
 from shoal.actors.messages import EngineId, EngineReport, PlacementRequest
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.calls import within
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ def a_store(num_entries: int, clock: Clock | None = None) -> KVStore[str]:
     return KVStore(num_entries * UNIT, clock or Clock(), lease_s=30)
 
 
-def put(store: KVStore[str], extent: Extent, writer: str = "engine") -> bool:
+def put(store: KVStore[str], extent: Extent) -> bool:
     """Whether anything of the extent was wanted."""
-    wanted = store.put_start(extent, writer)
+    wanted = store.put_start(extent)
     if wanted is not None:
         store.put_end(wanted.extent_id, f"bytes of {wanted.extent_id}")
     store.check()
@@ -36,7 +36,7 @@ def use(store: KVStore[str], path: str, num_blocks: int) -> None:
 
 def test_an_extent_is_found_when_it_is_whole_and_not_before() -> None:
     store = a_store(8)
-    wanted = store.put_start(blocks("a", 0, 3), "engine")
+    wanted = store.put_start(blocks("a", 0, 3))
     assert wanted is not None and store.read([block("a", 0)]).extents == ()
     store.put_end(wanted.extent_id, "bytes")
     (found,) = store.read([block("a", 1), block("a", 2), block("a", 7)]).extents
@@ -51,7 +51,7 @@ def test_an_extent_is_found_when_it_is_whole_and_not_before() -> None:
 def test_only_what_is_not_here_is_wanted_and_it_closes_up() -> None:
     store = a_store(8)
     put(store, blocks("a", 0, 2))
-    wanted = store.put_start(blocks("a", 0, 4, by="other"), "other")
+    wanted = store.put_start(blocks("a", 0, 4, by="other"))
     assert wanted is not None
     assert [(entry.key, entry.offset) for entry in wanted.entries] == [
         (block("a", 2), 0),
@@ -66,7 +66,7 @@ def test_only_what_is_not_here_is_wanted_and_it_closes_up() -> None:
 def test_of_two_that_put_the_same_at_the_same_time_the_first_one_whole_is_found() -> None:
     store = a_store(8)
     for writer in ("one", "two"):
-        assert store.put_start(blocks("a", 0, 2, by=writer), writer)
+        assert store.put_start(blocks("a", 0, 2, by=writer))
     store.put_end("two/a0-2", "two's")
     store.put_end("one/a0-2", "one's")
     store.check()
@@ -76,9 +76,9 @@ def test_of_two_that_put_the_same_at_the_same_time_the_first_one_whole_is_found(
 
 def test_31_a_writer_that_dies_before_its_bytes_came_leaves_nothing_and_blocks_nobody() -> None:
     store = a_store(4)
-    store.put_start(blocks("a", 0, 2, by="dead"), "dead")
-    assert put(store, blocks("a", 0, 2, by="other"), "other"), "nobody waits for the dead"
-    store.abandon("dead")
+    store.put_start(blocks("a", 0, 2, by="dead"))
+    assert put(store, blocks("a", 0, 2, by="other")), "nobody waits for the dead"
+    store.put_abort("dead/a0-2")
     store.check()
     assert store.used_bytes == 2 * UNIT
     with pytest.raises(KeyError):
@@ -102,17 +102,6 @@ def test_a_lease_that_is_handed_back_holds_nothing() -> None:
     store.release(store.read([block("a", 0)]).lease_id)
     store.release(99)
     assert put(store, blocks("b", 0, 1))
-
-
-def test_36_the_death_of_an_engine_that_wrote_100_000_keys_changes_nothing_of_what_is_found() -> None:
-    store = a_store(100_000)
-    for first in range(0, 100_000, 10_000):
-        wanted = store.put_start(blocks(f"path {first} ", 0, 10_000), "engine")
-        assert wanted is not None
-        store.put_end(wanted.extent_id, "bytes")
-    store.changes.take()
-    store.abandon("engine")
-    assert len(store) == 100_000 and not store.changes, "there is nothing to clean up"
 
 
 def test_38_no_more_is_evicted_than_is_needed() -> None:
@@ -153,7 +142,7 @@ def test_40_sizes_are_numbers_and_what_is_no_extent_is_refused() -> None:
         with pytest.raises(ValueError, match="extent 'x'"):
             Extent(extent_id="x", entries=entries, num_bytes=num_bytes)
     with pytest.raises(ValueError, match="offered before"):
-        store.put_start(blocks("a", 0, 3, size=1), "engine")
+        store.put_start(blocks("a", 0, 3, size=1))
     with pytest.raises(ValueError, match="at least one byte"):
         KVStore[str](0, Clock())
 
@@ -175,7 +164,7 @@ def test_entries_without_bytes_take_room_all_the_same() -> None:
 def test_83_there_is_one_budget_however_many_engines_write() -> None:
     store = a_store(10)
     for path in range(20):
-        put(store, blocks(f"{path}-", 0, 1), writer=f"engine {path % 2}")
+        put(store, blocks(f"{path}-", 0, 1, by=f"engine {path % 2}"))
     assert store.used_bytes == store.budget_bytes
 
 
@@ -240,7 +229,7 @@ def test_a_segment_that_is_needed_after_all_is_kept() -> None:
 def test_after_a_reset_nothing_is_found_but_what_comes_afterwards() -> None:
     store = a_store(8)
     put(store, blocks("a", 0, 2))
-    store.put_start(blocks("b", 0, 2), "engine")
+    store.put_start(blocks("b", 0, 2))
     lease = store.read([block("a", 0)]).lease_id
     store.reset()
     store.check()

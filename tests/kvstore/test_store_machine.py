@@ -39,7 +39,7 @@ class StoreMachine(RuleBasedStateMachine):
         extent = _named(extent, f"{self.num_offered}")
         lacking = [key for key in extent.keys if key not in self.store]
         evicted_before, used_before = self.store.counts.evicted_bytes, self.store.used_bytes
-        wanted = self.store.put_start(extent, "engine")
+        wanted = self.store.put_start(extent)
         if wanted is None:
             assert not lacking or self.store.counts.refused_extents
             assert self.store.counts.evicted_bytes == evicted_before, "room was made for nobody"
@@ -52,16 +52,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(extent=consumes(coming), whole=st.booleans())
     def end(self, extent: Extent, whole: bool) -> None:
-        if extent.extent_id not in self.store._coming:  # its writer was abandoned
-            self.store.put_abort(extent.extent_id)
-        elif whole:
+        if whole:
             self.store.put_end(extent.extent_id, extent)
         else:
             self.store.put_abort(extent.extent_id)
-
-    @rule()
-    def abandon(self) -> None:
-        self.store.abandon("engine")
 
     @rule(path=paths, first=indices, length=st.integers(1, 5))
     def read(self, path: str, first: int, length: int) -> None:
