@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from shoal.actors.engine.config import WritePolicy
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype
@@ -55,7 +56,9 @@ def serve(
     ] = 0,
     kv_store_memory: Annotated[
         str | None,
-        typer.Option(help="Host memory of each node for prefixes; 0 is none. Default: 30% of Ray's objects'."),
+        typer.Option(
+            help="Host memory of each node for prefixes; 0 is none. Default: 30% of Ray's objects'."
+        ),
     ] = None,
     kv_write_policy: Annotated[
         WritePolicy, typer.Option(help="What engines save in their node's store, and when.")

@@ -6,7 +6,7 @@ Ray counts the object store out of the memory that it gives to engines, so the t
 from shoal.kvstore.sizes import format_size
 
 DEFAULT_SHARE = 0.3
-LARGEST_SHARE = 0.6
+LARGEST_PERCENT = 60
 """The rest is for what passes through: blocks on their way to the store, and copies that other nodes' engines
 fetch. An object store that overflows writes to disk."""
 
@@ -21,9 +21,9 @@ def store_budget(wanted_bytes: int | None, object_store_bytes: int) -> int:
 
 def check_store_budget(wanted_bytes: int, object_store_bytes: int) -> None:
     """Raises ValueError, with the numbers, if no node's object store is large enough: this is the largest."""
-    if wanted_bytes > LARGEST_SHARE * object_store_bytes:
+    if 100 * wanted_bytes > LARGEST_PERCENT * object_store_bytes:
         raise ValueError(
-            f"--kv-store-memory {format_size(wanted_bytes)} is more than {LARGEST_SHARE:.0%} of the largest "
+            f"--kv-store-memory {format_size(wanted_bytes)} is more than {LARGEST_PERCENT}% of the largest "
             f"node's object store of {format_size(object_store_bytes)}: lower it, or start Ray with an "
             "--object-store-memory of at least "
             f"{format_size(needed_object_store_bytes(wanted_bytes), up=True)}"
@@ -31,7 +31,7 @@ def check_store_budget(wanted_bytes: int, object_store_bytes: int) -> None:
 
 
 def needed_object_store_bytes(budget_bytes: int) -> int:
-    return max(LEAST_OBJECT_STORE_BYTES, -int(-budget_bytes // LARGEST_SHARE))
+    return max(LEAST_OBJECT_STORE_BYTES, -(-100 * budget_bytes // LARGEST_PERCENT))
 
 
 def check_shared_memory(budget_bytes: int, shared_memory_bytes: int) -> None:

@@ -12,12 +12,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId, StoreId, StoreInfo
+from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec
 from shoal.kvstore.actor import StoreActor
+from shoal.kvstore.messages import StoreId, StoreInfo
 
 STOP_GRACE_S = 3.0
 """How long open streams may go on when the cluster is stopped."""
@@ -161,7 +162,9 @@ def object_store_bytes() -> dict[str, int]:
     """Of each node of this Ray that lives, by its id."""
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     return {
-        node["NodeID"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes if node["Alive"]
+        node["NodeID"]: int(node["Resources"].get("object_store_memory", 0))
+        for node in nodes
+        if node["Alive"]
     }
 
 

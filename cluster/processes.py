@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from shoal.actors.messages import EngineInfo, IngressId, StoreInfo
+from shoal.actors.messages import EngineInfo, IngressId
 from shoal.cluster.watch import Process
+from shoal.kvstore.messages import StoreInfo
 
 
 class RouterProcess(Process, Protocol):

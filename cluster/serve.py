@@ -18,12 +18,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 from rich.console import Console
 
-from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.config import EngineConfig, WritePolicy
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
-from shoal.actors.engine.transfers import WritePolicy
-from shoal.actors.messages import HttpConfig, ModelCard, StoreId
+from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.sources import resolve_model
@@ -31,6 +30,7 @@ from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 from shoal.kvstore.layout import KVDtype
+from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0

@@ -13,7 +13,7 @@ class ClusterSpec:
     engine: EngineConfig
     num_engines: int
     kv_store_bytes: int | None
-    """Host memory of each node that hosts engines, for prefixes; None is a share of its object store, 0 none."""
+    """Host memory for prefixes, of each node with engines. None: a share of its object store; 0: none."""
     http: HttpConfig
 
     def __post_init__(self) -> None:

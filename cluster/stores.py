@@ -3,9 +3,9 @@
 from collections.abc import Callable, Set
 from functools import partial
 
-from shoal.actors.messages import StoreInfo
 from shoal.cluster.processes import Launcher, StoreProcess
 from shoal.cluster.watch import Watched
+from shoal.kvstore.messages import StoreInfo
 
 
 class Stores:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.actors.messages import EngineInfo, IngressInfo, StoreInfo
+from shoal.actors.messages import EngineInfo, IngressInfo
 from shoal.cluster.processes import Launcher
 from shoal.cluster.stores import Stores
 from shoal.cluster.watch import Watched
+from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
 """The driver renews its lease far more often; a cluster whose driver is gone tears itself down. Counted in

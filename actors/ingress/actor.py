@@ -11,7 +11,8 @@ import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.streams import EngineStreams
-from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard, StoreId
+from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
+from shoal.kvstore.messages import StoreId
 
 BACKLOG = 2048
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayError
 
-from shoal.actors.calls import within
 from shoal.actors.messages import (
     EngineId,
     EngineRequest,
@@ -22,11 +21,12 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestError,
     RequestId,
-    StoreId,
     TokenBatch,
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.calls import within
+from shoal.kvstore.messages import StoreId
 
 logger = logging.getLogger(__name__)
 

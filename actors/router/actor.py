@@ -8,19 +8,12 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from shoal.actors.calls import within
-from shoal.actors.messages import (
-    EngineId,
-    EngineInfo,
-    EngineReport,
-    PlacementReply,
-    PlacementRequest,
-    StoreInfo,
-    StoreReport,
-)
+from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PlacementReply, PlacementRequest
 from shoal.actors.router.fetch_plan import Holder
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.calls import within
+from shoal.kvstore.messages import StoreInfo, StoreReport
 
 logger = logging.getLogger(__name__)
 

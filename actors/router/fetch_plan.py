@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from shoal.actors.messages import EngineId, PrefixSource, StoreId
+from shoal.actors.messages import EngineId, PrefixSource
 from shoal.actors.router.whereabouts import Whereabouts
+from shoal.kvstore.messages import StoreId
 
 Holder = EngineId | StoreId
 

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal.actors.messages import PlacementRequest, PrefixSource, StoreId
+from shoal.actors.messages import PlacementRequest, PrefixSource
 from shoal.actors.router.engine_view import EngineView
 from shoal.actors.router.fetch_plan import Holder, plan_fetch
 from shoal.actors.router.whereabouts import Whereabouts
 from shoal.kvstore.boundary import BoundaryRule, Resume
 from shoal.kvstore.directory import Directory
+from shoal.kvstore.messages import StoreId
 
 COMPUTE_WEIGHT = 4.0
 """To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""

@@ -10,10 +10,6 @@ from shoal.actors.messages import (
     PlacementRequest,
     PrefixSnapshot,
     PrefixSource,
-    StoreId,
-    StoreInfo,
-    StoreReport,
-    StoreSnapshot,
 )
 from shoal.actors.router.engine_view import UNMEASURED_TOKENS_PER_S, EngineView
 from shoal.actors.router.fetch_plan import Holder
@@ -21,6 +17,7 @@ from shoal.actors.router.outlook import Outlook
 from shoal.actors.router.prefix_feed import PrefixFeed
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.directory import Directory
+from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

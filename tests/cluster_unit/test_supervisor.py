@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo, StoreId, StoreInfo
+from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
 from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.supervisor import LEASE_TICKS, Supervisor
 from shoal.cluster.watch import PING_DEADLINE_S, START_DEADLINE_S
+from shoal.kvstore.messages import StoreId, StoreInfo
 
 
 @dataclass

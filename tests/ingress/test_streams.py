@@ -21,12 +21,12 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestError,
     RequestId,
-    StoreId,
     TokenBatch,
     TokenChunk,
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import StoreId
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
 KEYS = (BlockKey(b"first block"),)

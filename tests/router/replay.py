@@ -25,13 +25,10 @@ from shoal.actors.messages import (
     PrefixSnapshot,
     PrefixSource,
     RequestId,
-    StoreId,
-    StoreInfo,
-    StoreReport,
-    StoreSnapshot,
 )
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import KEY_BYTES, BlockKey
+from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
 
 REPORT_S = 0.05
 DRAW_S = 0.02

@@ -13,14 +13,11 @@ from shoal.actors.messages import (
     PrefixSnapshot,
     PrefixSource,
     RequestId,
-    StoreId,
-    StoreInfo,
-    StoreReport,
-    StoreSnapshot,
 )
 from shoal.actors.router.placement import CheapestEngine, Placement
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key, segment_key
 from shoal.kvstore.boundary import BoundaryRule
+from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
 EAST, WEST = StoreId("store-east"), StoreId("store-west")
