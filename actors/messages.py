@@ -13,11 +13,14 @@ from typing import NewType
 
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.boundary import BoundaryRule
+from shoal.kvstore.messages import Extent, StoredEntry, StoreId, StoreInfo, StoreReport, StoreSnapshot
+
+# What stores say is defined in their own room, which may not look into this one.
+__all__ = ["Extent", "StoreId", "StoreInfo", "StoreReport", "StoreSnapshot", "StoredEntry"]
 
 EngineId = NewType("EngineId", str)
 IngressId = NewType("IngressId", str)
 RequestId = NewType("RequestId", str)
-StoreId = NewType("StoreId", str)
 
 
 class FinishReason(StrEnum):
@@ -79,12 +82,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A store that has blocks first, first + 1, ..., end - 1 of a prompt, and the segments of these ones."""
+    """A store that has blocks first, first + 1, ..., end - 1 of a prompt, none if they are equal."""
 
     store_id: StoreId
     first: int
     end: int
     segments: tuple[int, ...] = ()
+    """Blocks whose segments it has: within that range, or beside it if the range is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,61 +209,11 @@ class PrefixSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreReport:
-    """A KV store's account of what it holds, pushed to the router in batches. Blocks and segments alike."""
-
-    store_id: StoreId
-    sequence: int
-    """As an engine's."""
-    stored: tuple[BlockKey, ...] = ()
-    removed: tuple[BlockKey, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreSnapshot:
-    """All that a store held when it made its report `sequence`."""
-
-    store_id: StoreId
-    sequence: int
-    block_keys: tuple[BlockKey, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementReply:
     """Where a request goes, and where its prefix can be had."""
 
     engine_id: EngineId
     sources: tuple[PrefixSource, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredEntry:
-    """One block or segment within an extent's bytes."""
-
-    key: BlockKey
-    offset: int
-    size: int
-    checksum: int
-    """xxh3-64 of its bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
-    """What is saved, fetched and evicted as one: up to 8 MiB of consecutive blocks, or of segments."""
-
-    extent_id: str
-    """Unique to the engine that made it."""
-    entries: tuple[StoredEntry, ...]
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreInfo:
-    """What a ready store says of itself, for people."""
-
-    store_id: StoreId
-    node: str
-    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,12 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
 
-from shoal.actors.calls import within
 from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
@@ -28,13 +26,10 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import StoreId
+from shoal.kvstore.reporter import Reporter
 
 logger = logging.getLogger(__name__)
-
-REPORT_INTERVAL_S = 0.05
-"""What is new is told to the router at most this often."""
-
-REPORT_DEADLINE_S, REPORT_RETRY_S = 5.0, 0.5
 
 STALL_STEPS, LEAST_STALL_S = 20, 60.0
 """A loop that has not come round for this many of the largest step's time, or this long, hangs."""
@@ -54,13 +49,13 @@ class EngineActor:
     def __init__(self, engine_id: EngineId, config: EngineConfig) -> None:
         self._engine_id = engine_id
         self._config = config
-        self._router: Any = None
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: EngineLoop | None = None
         self._outboxes: defaultdict[IngressId, _Outbox] = defaultdict(_Outbox)
         self._account = Account(engine_id)
-        self._has_news = asyncio.Event()
-        self._is_heard = True  # by the router, as of the latest report
+        self._reporter = Reporter(
+            self._account.take_report, lambda router, report: router.report.remote(report)
+        )
         self._arrived: list[Arrival] = []  # the loop's thread alone has it
         self._num_requests = 0
 
@@ -85,7 +80,7 @@ class EngineActor:
         self._built = built
         self._loop = EngineLoop(built.engine, self._deliver)
         self._loop.start()
-        self._reports = asyncio.create_task(self._report())
+        self._reporting = asyncio.create_task(self._reporter.run())
         return EngineInfo(
             engine_id=self._engine_id,
             node=ray.get_runtime_context().get_node_id(),
@@ -94,11 +89,15 @@ class EngineActor:
             fingerprint=built.fingerprint,
         )
 
-    async def introduce(self, router: Any, ingress_ids: frozenset[IngressId]) -> None:
+    async def introduce(
+        self,
+        router: Any,
+        ingress_ids: frozenset[IngressId],
+        stores: Mapping[StoreId, Any],
+        own_store: StoreId | None,
+    ) -> None:
         """Report to this router, which may know nothing yet; only these ingresses still listen."""
-        if router != self._router:
-            self._router = router
-            self._has_news.set()
+        self._reporter.introduce(router)
         for gone in self._outboxes.keys() - ingress_ids:
             self._outboxes.pop(gone).put_nowait(None)
             self._started.do(partial(Engine.abort_all, reply_to=gone))
@@ -187,33 +186,4 @@ class EngineActor:
             self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
         self._num_requests = turn.num_requests
         if self._account.add(turn):
-            self._has_news.set()
-
-    async def _report(self) -> None:
-        """Tell the router what is new: one report at a time, since Ray keeps no order among several.
-
-        After one that is lost, the next shows the router a gap, and it asks for a snapshot.
-        """
-        while True:
-            await self._has_news.wait()
-            self._has_news.clear()
-            if self._router is None:
-                continue
-            try:
-                report = self._account.take_report()
-                await within(REPORT_DEADLINE_S, self._router.report.remote(report))
-            except Exception as error:
-                self._report_is_lost(error)
-                self._has_news.set()
-                await asyncio.sleep(REPORT_RETRY_S)
-            else:
-                self._is_heard = True
-            await asyncio.sleep(REPORT_INTERVAL_S)
-
-    def _report_is_lost(self, error: Exception) -> None:
-        """Logged once an outage; but what is no failure of a call is a mistake, and logged each time."""
-        if not isinstance(error, RayError | TimeoutError):
-            logger.error("a report failed", exc_info=error)
-        elif self._is_heard:
-            logger.warning("reports to the router are lost: %s", type(error).__name__)
-        self._is_heard = False
+            self._reporter.has_news()

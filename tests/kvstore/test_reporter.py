@@ -1,15 +1,14 @@
-"""The engine's reports to a router that fails: they go on, and the log says so once."""
+"""Reports to a router that fails: they go on, and the log says so once."""
 
 import asyncio
 from concurrent.futures import Future
+from itertools import count
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
 
-from shoal.actors.engine.actor import EngineActor
-from shoal.actors.messages import EngineId, EngineReport
-from tests.engine.test_account import turn
+from shoal.kvstore.reporter import Reporter
 from tests.ingress.virtual_time import run_in_virtual_time
 
 
@@ -20,12 +19,8 @@ class FakeRouter:
         self._outcomes = list(outcomes)
         self.sequences: list[int] = []
 
-    @property
-    def report(self) -> "FakeRouter":
-        return self
-
-    def remote(self, report: EngineReport) -> Any:
-        self.sequences.append(report.sequence)
+    def report(self, sequence: int) -> Any:
+        self.sequences.append(sequence)
         self._future: Future[None] = Future()
         outcome = self._outcomes.pop(0) if self._outcomes else None
         if outcome is None:
@@ -39,13 +34,18 @@ class FakeRouter:
 
 
 async def _report_to(router: FakeRouter, *, num_news: int) -> None:
-    actor: Any = EngineActor(EngineId("engine-a"), None)  # type: ignore[arg-type]  # it never starts
-    actor._router = router
-    reporting = asyncio.create_task(actor._report())
-    for load in range(num_news):
-        actor._account.add(turn(load=load + 1))
-        actor._has_news.set()
+    sequences = count(1)
+    reporter = Reporter(lambda: next(sequences), FakeRouter.report)
+    reporter.has_news()
+    reporting = asyncio.create_task(reporter.run())
+    await asyncio.sleep(10)
+    assert router.sequences == [], "it knows no router yet"
+    reporter.introduce(router)
+    for _ in range(num_news):
+        reporter.has_news()
         await asyncio.sleep(10)
+    reporter.introduce(router)
+    await asyncio.sleep(10)
     assert not reporting.done()
     reporting.cancel()
 

@@ -1,0 +1,169 @@
+"""A node's KV store as a process: a door to what it holds, and the owner of the bytes."""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
+from shoal.kvstore.metrics import Metrics
+from shoal.kvstore.object_store import ObjectStore
+from shoal.kvstore.reporter import Reporter
+from shoal.kvstore.sizes import format_size
+from shoal.kvstore.store import KVStore
+from shoal.kvstore.transfer import BytesLost
+
+logger = logging.getLogger(__name__)
+
+TAKE_OVER_DEADLINE_S = 10.0
+"""For one extent. An engine that hangs keeps its own offers waiting, and nobody else's."""
+
+METRICS_INTERVAL_S = 2.0
+
+MAX_BUDGET_SHARE = 0.6
+"""Of the node's object store. The rest is for what others keep there: copies that fetches leave on their
+reader's node, objects that are being made, Ray's own. Over its size Ray would write to disk."""
+
+SHARED_MEMORY = "/dev/shm"
+
+
+class StoreActor:
+    """Engines of its node offer; engines of all nodes read. It never waits for a reader, and knows none."""
+
+    def __init__(self, store_id: StoreId, budget_bytes: int) -> None:
+        self._store_id = store_id
+        self._store: KVStore[Any] = KVStore(budget_bytes, time.monotonic)
+        self._transfer = ObjectStore()
+        self._sequence = 0
+        self._reporter = Reporter(
+            self._take_report, lambda router, report: router.report_store.remote(report)
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def __repr__(self) -> str:
+        return f"Store({self._store_id})"
+
+    async def start(self) -> StoreInfo:
+        """Raises ValueError if the node has no room for the budget."""
+        node = ray.get_runtime_context().get_node_id()
+        check_budget(
+            self._store.budget_bytes,
+            object_store_bytes=_object_store_bytes(node),
+            shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total,
+        )
+        if not self._tasks:  # whoever asks again, as a restarted supervisor does, starts nothing twice
+            runs = (self._reporter.run(), self._publish_metrics())
+            self._tasks = [asyncio.create_task(run) for run in runs]
+        return StoreInfo(store_id=self._store_id, node=node, budget_bytes=self._store.budget_bytes)
+
+    async def ping(self) -> None:
+        """Answers while the process lives."""
+
+    async def introduce(self, router: Any) -> None:
+        """Report to this router, which may know nothing yet."""
+        self._reporter.introduce(router)
+
+    async def offer(self, engine: Any, extents: Sequence[Extent]) -> None:
+        """Take over what is lacking of what an engine has staged; returns when it needs to be staged no more.
+
+        The engine must have started them under these ids; the store calls its `export`.
+        """
+        for extent in extents:
+            wanted = self._store.put_start(extent)
+            if wanted is not None:
+                await self._take_over(engine, wanted)
+
+    async def read(self, keys: Sequence[BlockKey]) -> Reading:
+        """What is here of these keys of one path. To be released when the bytes have been read."""
+        return self._store.read(keys)
+
+    async def release(self, lease_id: int) -> None:
+        self._store.release(lease_id)
+
+    async def discard(self, keys: Sequence[BlockKey]) -> None:
+        """A reader found bytes of these that are not those that were saved."""
+        logger.error("%d entries of store %s are damaged and were dropped", len(keys), self._store_id)
+        self._store.discard(keys)
+        self._reporter.has_news()
+
+    async def reset(self) -> None:
+        """Forget everything."""
+        self._store.reset()
+        self._reporter.has_news()
+
+    async def snapshot(self) -> StoreSnapshot:
+        """Reports after its sequence are true on top of it."""
+        return StoreSnapshot(store_id=self._store_id, sequence=self._sequence, block_keys=self._store.keys())
+
+    async def used_bytes(self) -> int:
+        """Of the budget, what is coming included."""
+        return self._store.used_bytes
+
+    async def check(self) -> None:
+        """Raises AssertionError if the books disagree with each other."""
+        self._store.check()
+
+    async def _take_over(self, engine: Any, extent: Extent) -> None:
+        try:
+            ticket = await self._transfer.take_over(engine, extent, TAKE_OVER_DEADLINE_S)
+        except (BytesLost, TimeoutError) as error:
+            logger.warning("extent %s did not come: %s", extent.extent_id, error or type(error).__name__)
+            self._store.put_abort(extent.extent_id)
+        except BaseException:
+            self._store.put_abort(extent.extent_id)
+            raise
+        else:
+            self._store.put_end(extent.extent_id, ticket)
+        self._reporter.has_news()  # also of what was evicted for it
+
+    def _take_report(self) -> StoreReport:
+        self._sequence += 1
+        stored, removed = self._store.changes.take()
+        return StoreReport(store_id=self._store_id, sequence=self._sequence, stored=stored, removed=removed)
+
+    async def _publish_metrics(self) -> None:
+        metrics = Metrics(self._store_id)
+        while True:
+            store, counts = self._store, self._store.counts
+            metrics.gauge("shoal_kv_store_entries", "Blocks and segments that can be found.", len(store))
+            metrics.gauge("shoal_kv_store_used_bytes", "Of the budget.", store.used_bytes)
+            metrics.gauge("shoal_kv_store_budget_bytes", "--kv-store-memory.", store.budget_bytes)
+            metrics.total("shoal_kv_store_evicted_bytes", "To make room.", counts.evicted_bytes)
+            metrics.total("shoal_kv_store_evicted_extents", "To make room.", counts.evicted_extents)
+            metrics.totals(
+                "shoal_kv_store_declined_extents",
+                "Offered, and not put.",
+                "reason",
+                {
+                    "duplicate": counts.duplicate_extents,
+                    "no_room": counts.refused_extents,
+                    "did_not_come": counts.failed_extents,
+                },
+            )
+            await asyncio.sleep(METRICS_INTERVAL_S)
+
+
+def check_budget(budget_bytes: int, *, object_store_bytes: int, shared_memory_bytes: int) -> None:
+    """Raises ValueError, with the numbers, if a node cannot keep so much in memory."""
+    size = format_size
+    if budget_bytes > MAX_BUDGET_SHARE * object_store_bytes:
+        raise ValueError(
+            f"--kv-store-memory {size(budget_bytes)} is more than {MAX_BUDGET_SHARE:.0%} of this node's Ray "
+            f"object store ({size(object_store_bytes)}): lower it, or give Ray's --object-store-memory at "
+            f"least {size(int(budget_bytes / MAX_BUDGET_SHARE), up=True)}"
+        )
+    if budget_bytes > shared_memory_bytes:
+        raise ValueError(
+            f"--kv-store-memory {size(budget_bytes)} is more than {SHARED_MEMORY} has on this node "
+            f"({size(shared_memory_bytes)}): enlarge that, or lower it"
+        )
+
+
+def _object_store_bytes(node: str) -> int:
+    (resources,) = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]  # type: ignore[no-untyped-call]
+    return int(resources.get("object_store_memory", 0))
