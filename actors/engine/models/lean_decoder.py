@@ -163,7 +163,7 @@ class LeanDecoder:
             tape.attention(q_THD, layer_kv, scale, attended_THD, window=window)
             tape.add_linear(self._attended, layer.attention_out, x)
             tape.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
-            tape.silu_mul_linear(normed, layer.gate_up, self._mlp)
+            tape.gated_linear(normed, layer.gate_up, self._mlp)
             tape.add_linear(self._mlp, layer.down, x)
 
     def logits(self, hidden_RN: Tensor) -> Tensor:
