@@ -8,6 +8,8 @@
 //   segment : its tiles in order from m = -inf, sums = acc = 0; l = the fixed tree over the 16 sums
 //   row     : its segments in order: m' = max; l = fma(l_s, c_s, l * c); acc = fma(acc_s, c_s, acc * c);
 //             out = acc * (1 / l)
+//   sink    : a head's logit that has no value joins last: m' = max(m, sink * log2 e); c = 2^(m - m');
+//             l = l * c + 2^(sink * log2 e - m'); out = acc * (c / l)
 // A row at position p sees keys 0..p, or with a window of W the last W of them. A tile or segment without a visible key
 // is skipped, so that a window bounds the work and moves no tile. A key the row does not see never meets its arithmetic:
 // its score is replaced by -inf and the value loop leaves it out. Everything else (query tiles, register blocks,
@@ -380,10 +382,18 @@ private:
         for (int h = head; h < head_end; h++)
             for (long r = 0; r < rows; r++) {
                 const long i = (h - head) * rows + r;
-                float* out = op_.out + (u.first + r / group_) * op_.out_stride + (h * group_ + r % group_) * D_;
-                const V over = splat(1.f / s.sum[i]);
+                const int q_head = h * group_ + r % group_;
+                float* out = op_.out + (u.first + r / group_) * op_.out_stride + q_head * D_;
+                const V over = splat(op_.sinks ? over_sink(op_.sinks[q_head], s.top[i], s.sum[i]) : 1.f / s.sum[i]);
                 for (int d = 0; d < D_; d += LANES) store(out + d, load(s.acc + i * D_ + d) * over);
             }
+    }
+
+    // What a row's output is multiplied with where a sink takes its share of the weights.
+    static float over_sink(float sink, float top, float sum) {
+        const float score = float(double(sink) * 1.4426950408889634), most = score > top ? score : top;
+        const float factor = exp2(top - most);
+        return factor / (sum * factor + exp2(score - most));
     }
 
     void load_q(const Unit& u, int head, int head_end, float* q) const {

@@ -10,7 +10,7 @@ rounding.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -23,6 +23,32 @@ class Linear(Protocol):
 
     @property
     def num_bytes(self) -> int: ...
+
+
+Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What a gated MLP makes of its two products:
+
+silu            silu(gate) * up
+gelu_tanh       gelu(gate) * up, gelu by its tanh approximation (Hendrycks & Gimpel 2016)
+clamped_swiglu  gate * sigmoid(1.702 * gate) * (up + 1), gate at most 7, up within -7..7 (gpt-oss)
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Experts:
+    """Gated MLPs, of which each row takes the `top` that its router's logits like best.
+
+    The lower id comes first among equals. The weights are a softmax over the logits of those taken alone.
+    """
+
+    gate_up: tuple[Linear, ...]
+    down: tuple[Linear, ...]
+    top: int
+    gate: Gate
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(linear.num_bytes for linear in (*self.gate_up, *self.down))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -122,16 +148,27 @@ class Tape(Protocol):
 
     def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None: ...
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None: ...
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> None: ...
+
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> None: ...
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None: ...
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> None: ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None: ...
 
     def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None: ...
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> None: ...
 
 
@@ -161,7 +198,7 @@ class Backend(Protocol):
         gate_bias_N: Tensor | None = None,
         up_bias_N: Tensor | None = None,
     ) -> Linear:
-        """The two halves of a gated MLP, for `silu_mul_linear`; both have a bias, or neither."""
+        """The two halves of a gated MLP, for `gated_linear`; both have a bias, or neither."""
         ...
 
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> Tensor:
@@ -172,12 +209,19 @@ class Backend(Protocol):
         """residual += x @ w.T, in place."""
         ...
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
-        """out = silu(x @ gate.T) * (x @ up.T)"""
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> Tensor:
+        """out = gate of x @ gate.T and x @ up.T"""
         ...
 
-    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
-        """out = table[id], widened. id_T: int64; the table float32, bfloat16 or float16."""
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> Tensor:
+        """residual += the weighted sum of what each row's experts make of it, in place.
+
+        logits_TE: float32, a router's, of all experts.
+        """
+        ...
+
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor, *, scale: float = 1.0) -> Tensor:
+        """out = table[id] * scale, in float32. id_T: int64; the table float32, bfloat16 or float16."""
         ...
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
@@ -185,6 +229,10 @@ class Backend(Protocol):
 
         x: [T, N]; or [T, H, N] with [H, N] contiguous, each head by itself.
         """
+        ...
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> Tensor:
+        """residual += rms_norm(x), in place."""
         ...
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
@@ -207,10 +255,12 @@ class Backend(Protocol):
         out_THD: Tensor,
         *,
         window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale * q @ k.T) @ v over positions of the row's sequence; grouped heads.
 
         A row at position p sees positions 0..p, or the last `window` of them: p - window + 1..p.
+        sinks_H: float32, of each query head a logit that takes its share of the softmax and has no value.
         """
         ...
 

@@ -5,7 +5,7 @@ or is recorded on a tape with others, to run together in one call a step.
 """
 
 from collections.abc import Callable, Sequence
-from ctypes import addressof
+from ctypes import addressof, c_void_p
 from dataclasses import dataclass
 from typing import Self
 from weakref import finalize
@@ -14,13 +14,25 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import (
+    Adjustment,
+    Experts,
+    Gate,
+    LayerKV,
+    Linear,
+    Logprobs,
+    Rotary,
+    Rows,
+    Sampling,
+    Tape,
+)
 
 # Names the bits, of every instruction set alike. Bump it with any change that alters a bit of any output:
 # computed keys and values are shared under this name.
 NUMERICS_ID = "shoal-exact-1"
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_GATES: dict[Gate, int] = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 2}
 _FLOAT32 = torch.float32  # one lookup less in what every call checks
 _MAX_GROUP = 512
 _VECTOR = 16
@@ -131,17 +143,25 @@ class CpuBackend:
         self._run(self._kernels.linear, _linear(x_TK, w, residual_TN, add=True))
         return residual_TN
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
-        self._run(self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True))
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> Tensor:
+        self._run(self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate=gate))
         return out_TN
 
-    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
-        self._run(self._kernels.gather, _gather(table_VN, id_T, out_TN))
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> Tensor:
+        self._run(self._kernels.experts, _experts(x_TN, logits_TE, experts, residual_TN))
+        return residual_TN
+
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor, *, scale: float = 1.0) -> Tensor:
+        self._run(self._kernels.gather, _gather(table_VN, id_T, out_TN, scale))
         return out_TN
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
         self._run(self._kernels.rms_norm, _rms_norm(x, weight_N, eps, out))
         return out
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> Tensor:
+        self._run(self._kernels.rms_norm, _rms_norm(x, weight_N, eps, residual, add=True))
+        return residual
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         self._run(self._kernels.rotate, _rotate(x_THD, rotary), rows)
@@ -158,8 +178,10 @@ class CpuBackend:
         out_THD: Tensor,
         *,
         window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
-        self._run(self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window), rows)
+        op = _attention(q_THD, kv, scale, out_THD, window=window, sinks_H=sinks_H)
+        self._run(self._kernels.attention, op, rows)
         return out_THD
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
@@ -228,11 +250,17 @@ class CpuTape:
     def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None:
         self._recorded.append((self._kernels.linear, _linear(x_TK, w, residual_TN, add=True)))
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
-        self._recorded.append((self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate_up=True)))
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> None:
+        self._recorded.append((self._kernels.linear, _linear(x_TK, gate_up, out_TN, gate=gate)))
+
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> None:
+        self._recorded.append((self._kernels.experts, _experts(x_TN, logits_TE, experts, residual_TN)))
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None:
         self._recorded.append((self._kernels.rms_norm, _rms_norm(x, weight_N, eps, out)))
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> None:
+        self._recorded.append((self._kernels.rms_norm, _rms_norm(x, weight_N, eps, residual, add=True)))
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self._recorded.append((self._kernels.rotate, _rotate(x_THD, rotary)))
@@ -241,9 +269,17 @@ class CpuTape:
         self._recorded.append((self._kernels.store, _store(k_THD, v_THD, kv)))
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> None:
-        self._recorded.append((self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window)))
+        op = _attention(q_THD, kv, scale, out_THD, window=window, sinks_H=sinks_H)
+        self._recorded.append((self._kernels.attention, op))
 
     def close(self, threads: int) -> Callable[[Rows], None]:
         recorded, run_tape = tuple(self._recorded), library.load().shoal_run_tape
@@ -264,18 +300,55 @@ def _raise_if(failed: int) -> None:
         raise ValueError("a row's id, sequence, position or block is out of range")
 
 
-def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate_up: bool = False, add: bool = False) -> Op:
+def _packed(w: Linear, *, gate_up: bool) -> PackedLinear:
     if not isinstance(w, PackedLinear) or w.gate_up is not gate_up:
         raise ValueError(f"{w!r} is not a {'gate-up' if gate_up else 'plain'} matrix of this backend")
+    return w
+
+
+def _gate(gate: Gate) -> int:
+    if gate not in _GATES:
+        raise ValueError(f"gate {gate!r} is not among {', '.join(_GATES)}")
+    return _GATES[gate]
+
+
+def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate: Gate | None = None, add: bool = False) -> Op:
+    w = _packed(w, gate_up=gate is not None)
     rows, x_stride = _matrix("x", x_TK, w.num_inputs)
     out_rows, out_stride = _matrix("out", out_TN, w.num_outputs)
     if out_rows != rows:
         raise ValueError(f"x has {rows} rows, out {out_rows}")
-    struct = library.LinearOp(w.address, x_TK.data_ptr(), x_stride, out_TN.data_ptr(), out_stride, add)
+    struct = library.LinearOp(
+        *(w.address, x_TK.data_ptr(), x_stride, out_TN.data_ptr(), out_stride),
+        *(add, 0 if gate is None else _gate(gate)),
+    )
     return Op(struct, rows, (x_TK, w, out_TN))
 
 
-def _gather(table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Op:
+def _experts(x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> Op:
+    count, size = len(experts.gate_up), x_TN.shape[-1]
+    if len(experts.down) != count or not 0 < experts.top <= count:
+        raise ValueError(f"{experts.top} of {count} gate-up and {len(experts.down)} down matrices")
+    gate_up = [_packed(w, gate_up=True) for w in experts.gate_up]
+    down = [_packed(w, gate_up=False) for w in experts.down]
+    shapes = {(w.num_inputs, w.num_outputs) for w in gate_up} | {(w.num_outputs, w.num_inputs) for w in down}
+    if len(shapes) != 1 or gate_up[0].num_inputs != size:
+        raise ValueError(f"x has {size} columns; experts have matrices of {sorted(shapes)}")
+    rows, x_stride = _matrix("x", x_TN, size)
+    logits_rows, logits_stride = _matrix("logits", logits_TE, count)
+    out_rows, out_stride = _matrix("residual", residual_TN, size)
+    if not rows == logits_rows == out_rows:
+        raise ValueError(f"x has {rows} rows, logits {logits_rows}, residual {out_rows}")
+    addresses = [(c_void_p * count)(*(w.address for w in matrices)) for matrices in (gate_up, down)]
+    struct = library.ExpertsOp(
+        *(x_TN.data_ptr(), x_stride, logits_TE.data_ptr(), logits_stride),
+        *(*map(addressof, addresses), residual_TN.data_ptr(), out_stride),
+        *(count, experts.top, _gate(experts.gate)),
+    )
+    return Op(struct, rows, (x_TN, logits_TE, experts, residual_TN, addresses))
+
+
+def _gather(table_VN: Tensor, id_T: Tensor, out_TN: Tensor, scale: float) -> Op:
     table_rows, size = table_VN.shape
     rows, out_stride = _matrix("out", out_TN, size)
     _expect("id", id_T, torch.int64, (rows,))
@@ -283,19 +356,19 @@ def _gather(table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Op:
         raise ValueError(f"the table must be floats with contiguous rows, not {_describe(table_VN)}")
     struct = library.GatherOp(
         *(table_VN.data_ptr(), table_VN.stride(0), table_rows, _DTYPES[table_VN.dtype]),
-        *(id_T.data_ptr(), out_TN.data_ptr(), out_stride, size),
+        *(id_T.data_ptr(), out_TN.data_ptr(), out_stride, size, scale),
     )
     return Op(struct, rows, (table_VN, id_T, out_TN))
 
 
-def _rms_norm(x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Op:
+def _rms_norm(x: Tensor, weight_N: Tensor, eps: float, out: Tensor, *, add: bool = False) -> Op:
     rows, heads, size, x_stride = _heads_or_matrix("x", x)
     *out_shape, out_stride = _heads_or_matrix("out", out)
     _expect("weight", weight_N, torch.float32, (size,))
     if out_shape != [rows, heads, size]:
         raise ValueError(f"x has rows of {list(x.shape)}, out {list(out.shape)}")
     struct = library.RmsNormOp(
-        *(x.data_ptr(), x_stride, weight_N.data_ptr(), out.data_ptr(), out_stride, heads, size, eps)
+        *(x.data_ptr(), x_stride, weight_N.data_ptr(), out.data_ptr(), out_stride, heads, size, eps, add)
     )
     return Op(struct, rows, (x, weight_N, out))
 
@@ -324,7 +397,15 @@ def _store(k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> Op:
     return Op(struct, k_shape[0], (k_THD, v_THD, kv, pool))
 
 
-def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, window: int | None) -> Op:
+def _attention(
+    q_THD: Tensor,
+    kv: LayerKV,
+    scale: float,
+    out_THD: Tensor,
+    *,
+    window: int | None,
+    sinks_H: Tensor | None,
+) -> Op:
     pool = _pool(kv)
     *q_shape, q_stride = _heads("q", q_THD)
     *out_shape, out_stride = _heads("out", out_THD)
@@ -335,11 +416,13 @@ def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, window
         raise ValueError(f"{heads} query heads cannot share {pool.heads} key/value heads")
     if window is not None and not 0 < window < 1 << 31:
         raise ValueError(f"a window of {window} positions; it must be from 1 to {(1 << 31) - 1}")
+    if sinks_H is not None:
+        _expect("sinks", sinks_H, torch.float32, (heads,))
     struct = library.AttentionOp(
         *(q_THD.data_ptr(), q_stride, addressof(pool), out_THD.data_ptr(), out_stride),
-        *(heads, window or 0, scale),
+        *(heads, window or 0, scale, None if sinks_H is None else sinks_H.data_ptr()),
     )
-    return Op(struct, rows, (q_THD, kv, pool, out_THD))
+    return Op(struct, rows, (q_THD, kv, pool, out_THD, sinks_H))
 
 
 def _rows(rows: Rows) -> library.Rows:

@@ -370,8 +370,9 @@ inline float exp2(float x) {
     store(r, exp2(splat(x)));
     return r[0];
 }
-inline V silu(V x) {
-    const V most = splat(126), e = x * splat(-1.4426950408889634f);
+// x / (1 + 2^e), that is x sigmoid(-e ln 2).
+inline V times_sigmoid(V x, V e) {
+    const V most = splat(126);
     return x / (exp2(if_less(most, e, most, e)) + splat(1));
 }
 

@@ -40,20 +40,31 @@ class Rows(ctypes.Structure):
 
 # The operations of ops.h.
 class LinearOp(ctypes.Structure):
-    _fields_ = (("w", _P), ("x", _P), ("x_stride", _L), ("y", _P), ("y_stride", _L), ("add", _I))
+    _fields_ = (
+        *(("w", _P), ("x", _P), ("x_stride", _L), ("y", _P), ("y_stride", _L)),
+        *(("add", _I), ("gate", _I)),
+    )
+
+
+class ExpertsOp(ctypes.Structure):
+    _fields_ = (
+        *(("x", _P), ("x_stride", _L), ("logits", _P), ("logits_stride", _L)),
+        *(("gate_up", _P), ("down", _P), ("y", _P), ("y_stride", _L)),
+        *(("experts", _I), ("top", _I), ("gate", _I)),
+    )
 
 
 class GatherOp(ctypes.Structure):
     _fields_ = (
         *(("table", _P), ("table_stride", _L), ("table_rows", _L), ("dtype", _I)),
-        *(("ids", _P), ("out", _P), ("out_stride", _L), ("size", _L)),
+        *(("ids", _P), ("out", _P), ("out_stride", _L), ("size", _L), ("scale", _F)),
     )
 
 
 class RmsNormOp(ctypes.Structure):
     _fields_ = (
         *(("x", _P), ("x_stride", _L), ("weight", _P)),
-        *(("out", _P), ("out_stride", _L), ("heads", _L), ("size", _L), ("eps", _F)),
+        *(("out", _P), ("out_stride", _L), ("heads", _L), ("size", _L), ("eps", _F), ("add", _I)),
     )
 
 
@@ -71,7 +82,7 @@ class StoreOp(ctypes.Structure):
 class AttentionOp(ctypes.Structure):
     _fields_ = (
         *(("q", _P), ("q_stride", _L), ("pool", _P), ("out", _P), ("out_stride", _L)),
-        *(("q_heads", _I), ("window", _I), ("scale", _F)),
+        *(("q_heads", _I), ("window", _I), ("scale", _F), ("sinks", _P)),
     )
 
 
@@ -85,7 +96,7 @@ class Adjustment(ctypes.Structure):
 
 
 Function = Callable[..., int]
-Op = LinearOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
+Op = LinearOp | ExpertsOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
 
 
 # What a tape holds, see tape.cpp.
@@ -98,7 +109,9 @@ class Call(ctypes.Structure):
 
 
 _PER_ISA: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("linear", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
+    **dict.fromkeys(
+        ("linear", "experts", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)
+    ),
     "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _P, _I),
     "logprobs": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _P, _P, _I),
 }
@@ -110,6 +123,7 @@ class Kernels:
 
     isa: str
     linear: Function
+    experts: Function
     gather: Function
     rms_norm: Function
     rotate: Function

@@ -4,13 +4,14 @@
 //     acc = 0; for k in 0..K-1: acc = fma(x[t][k], w[n][k], acc)
 // plus a bias if the matrix has one, and nothing else: no tile, thread count, row count or instruction set shows in the
 // bits. This works because vector lanes run over n (outputs), never over k: each step broadcasts one x and does one fma
-// a lane. What a caller asks for beside (silu, a product, a residual) takes the finished sum.
+// a lane. What a caller asks for beside (a gate, a residual) takes the finished sum.
 #include <algorithm>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "lanes.h"
-#include "ops.h"
+#include "linear.h"
 #include "pool.h"
 
 namespace shoal::SHOAL_ISA {
@@ -213,6 +214,27 @@ void multiply(const Linear& w, long panel, long panels, const float* x, long x_s
     }
 }
 
+// silu: Hendrycks & Gimpel 2016, x sigmoid(x), as gate of GLU (Shazeer 2020). gelu_tanh: the same paper's
+// x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), which is x sigmoid of twice what tanh has there. clamped_swiglu:
+// gpt-oss, gate sigmoid(1.702 gate) (up + 1), both clamped at 7, gate only above.
+V gated(Gate how, V gate, V up) {
+    constexpr double log2_e = 1.4426950408889634, gelu = -2 * 0.7978845608028654 * log2_e;
+    switch (how) {
+        case Gate::silu: return times_sigmoid(gate, gate * splat(float(-log2_e))) * up;
+        case Gate::gelu_tanh: {
+            const V e = gate * fma(gate * gate, splat(float(gelu * 0.044715)), splat(float(gelu)));
+            return times_sigmoid(gate, e) * up;
+        }
+        case Gate::clamped_swiglu: {
+            const V most = splat(7), least = splat(-7);
+            gate = if_less(most, gate, most, gate);
+            up = if_less(most, up, most, if_less(up, least, least, up));
+            return times_sigmoid(gate, gate * splat(float(-1.702 * log2_e))) * (up + splat(1));
+        }
+    }
+    __builtin_unreachable();  // library.py makes no other
+}
+
 void finish(const LinearOp& c, long panel, long panels, long row, long rows, const float* sums) {
     const long panel_stride = rows * LANES, step = c.w->gate_up ? 2 : 1;
     for (long r = 0; r < rows; r++) {
@@ -223,7 +245,7 @@ void finish(const LinearOp& c, long panel, long panels, long row, long rows, con
             const float* bias = c.w->bias.empty() ? nullptr : c.w->bias.data() + (panel + p) * LANES;
             V v = load(s), up = load(s + (step - 1) * panel_stride);
             if (bias) v = v + load(bias), up = up + load(bias + (step - 1) * LANES);
-            if (c.w->gate_up) v = silu(v) * up;
+            if (c.w->gate_up) v = gated(c.gate, v, up);
             if (c.add) v = load_part(y + n, left) + v;
             store_part(y + n, v, left);
         }
@@ -245,30 +267,59 @@ template <class T> void block(const LinearOp& c, long row, long rows, long panel
     }
 }
 
-template <class T> void run(const LinearOp& c, long rows, int threads) {
-    // Work items: blocks of rows by runs of panels, an even number each.
-    const long panels = c.w->panels(), blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    long run = blocks > 1 ? 12 : std::max(2L, panels / threads / 2 * 2);
-    if (threads == 1) run = panels;
-    const long runs = (panels + run - 1) / run;
-    parallel(threads, blocks * runs, [&](long i) {
-        const long b = i / runs, panel = i % runs * run, begin = rows * b / blocks, end = rows * (b + 1) / blocks;
-        block<T>(c, begin, end - begin, panel, std::min(panel + run, panels));
+// A linear's work items: blocks of rows by runs of panels, an even number each.
+class Items {
+public:
+    Items(const LinearOp& op, long rows, int threads) : op_(op), rows_(rows) {
+        const long panels = op.w->panels();
+        blocks_ = (rows + MAX_ROWS - 1) / MAX_ROWS;
+        run_ = threads == 1 ? panels : blocks_ > 1 ? 12 : std::max(2L, panels / threads / 2 * 2);
+        runs_ = (panels + run_ - 1) / run_;
+    }
+
+    long count() const { return blocks_ * runs_; }
+
+    void compute(long i) const {
+        switch (op_.w->dtype) {
+            case Dtype::f32: return compute<float>(i);
+            case Dtype::bf16: return compute<bf16>(i);
+            case Dtype::f16: return compute<f16>(i);
+            case Dtype::bf12: return compute<bf12>(i);
+        }
+    }
+
+private:
+    template <class T> void compute(long i) const {
+        const long b = i / runs_, panel = i % runs_ * run_, begin = rows_ * b / blocks_;
+        block<T>(op_, begin, rows_ * (b + 1) / blocks_ - begin, panel, std::min(panel + run_, op_.w->panels()));
+    }
+
+    const LinearOp& op_;
+    const long rows_;
+    long blocks_, run_, runs_;
+};
+
+}  // namespace
+
+void multiply_all(std::span<const Multiply> all, int threads) {
+    std::vector<Items> items;
+    std::vector<long> ends;
+    for (const auto& [op, rows] : all) {
+        const Items& added = items.emplace_back(op, rows, threads);
+        ends.push_back(added.count() + (ends.empty() ? 0 : ends.back()));
+    }
+    parallel(threads, ends.empty() ? 0 : ends.back(), [&](long i) {
+        const long at = std::ranges::upper_bound(ends, i) - ends.begin();
+        items[at].compute(i - (at == 0 ? 0 : ends[at - 1]));
     });
 }
 
-}  // namespace
 }  // namespace shoal::SHOAL_ISA
 
 using namespace shoal;
 
 SHOAL_EXPORT(shoal_linear)(const void* op, const Rows* rows, int threads) {
-    const auto& linear = *static_cast<const LinearOp*>(op);
-    switch (linear.w->dtype) {
-        case Dtype::f32: SHOAL_ISA::run<float>(linear, rows->count, threads); break;
-        case Dtype::bf16: SHOAL_ISA::run<SHOAL_ISA::bf16>(linear, rows->count, threads); break;
-        case Dtype::f16: SHOAL_ISA::run<SHOAL_ISA::f16>(linear, rows->count, threads); break;
-        case Dtype::bf12: SHOAL_ISA::run<SHOAL_ISA::bf12>(linear, rows->count, threads); break;
-    }
+    const SHOAL_ISA::Items items(*static_cast<const LinearOp*>(op), rows->count, threads);
+    parallel(threads, items.count(), [&](long i) { items.compute(i); });
     return 0;
 }

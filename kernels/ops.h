@@ -9,31 +9,49 @@ namespace shoal {
 // 1 means that a row's position, sequence or block is out of range; nothing was written then.
 using Kernel = int (*)(const void* op, const Rows* rows, int threads);
 
-struct LinearOp {  // y = x w^T, plus bias; silu(gate) * up of a gate-up matrix; added to y
+// What becomes of the two products of a gate-up matrix: see `gated` in linear.cpp.
+enum class Gate : int { silu, gelu_tanh, clamped_swiglu };
+
+struct LinearOp {  // y = x w^T, plus bias; gated where w is a gate-up matrix; added to y
     const Linear* w;
     const float* x;
     long x_stride;
     float* y;
     long y_stride;
     int add;
+    Gate gate;
 };
 
-struct GatherOp {  // out[t] = table[ids[t]], widened
+struct ExpertsOp {  // y += what the experts make of x, each row's `top` best by its router's logits
+    const float* x;
+    long x_stride;
+    const float* logits;  // [rows, experts]
+    long logits_stride;
+    const Linear *const *gate_up, *const *down;  // [experts]
+    float* y;
+    long y_stride;
+    int experts, top;
+    Gate gate;
+};
+
+struct GatherOp {  // out[t] = table[ids[t]] * scale, widened
     const void* table;
     long table_stride, table_rows;
     Dtype dtype;
     const long* ids;
     float* out;
     long out_stride, size;
+    float scale;
 };
 
-struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight, of each of a row's heads by itself
+struct RmsNormOp {  // out = x / sqrt(mean(x^2) + eps) * weight, of each of a row's heads by itself; added to out
     const float* x;
     long x_stride;
     const float* weight;
     float* out;
     long out_stride, heads, size;  // a row's [heads, size] contiguous
     float eps;
+    int add;
 };
 
 struct RotateOp {  // pairs (i, i + half) of each head by its row's angle, in place
@@ -60,6 +78,7 @@ struct AttentionOp {
     int q_heads;
     int window;  // a row sees so many positions, its own the last; 0: all
     float scale;
+    const float* sinks;  // [q_heads]: a logit of each head that has no value; null: none
 };
 
 }  // namespace shoal

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import (
+    Adjustment,
+    Experts,
+    Gate,
+    LayerKV,
+    Linear,
+    Logprobs,
+    Rotary,
+    Rows,
+    Sampling,
+    Tape,
+)
 
 
 def torch_numerics() -> str:
@@ -37,6 +48,17 @@ class TorchLinear:
 class TorchGateUp:
     gate: TorchLinear
     up: TorchLinear
+
+    def __call__(self, x_TK: Tensor, how: Gate) -> Tensor:
+        gate, up = self.gate(x_TK), self.up(x_TK)
+        match how:
+            case "silu":
+                return torch.nn.functional.silu(gate) * up
+            case "gelu_tanh":
+                return torch.nn.functional.gelu(gate, approximate="tanh") * up
+            case "clamped_swiglu":
+                gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+                return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
     @property
     def num_outputs(self) -> int:
@@ -80,15 +102,28 @@ class TorchBackend:
         assert isinstance(w, TorchLinear)
         return residual_TN.add_(w(x_TK))
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> Tensor:
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> Tensor:
         assert isinstance(gate_up, TorchGateUp)
-        return torch.mul(torch.nn.functional.silu(gate_up.gate(x_TK)), gate_up.up(x_TK), out=out_TN)
+        return out_TN.copy_(gate_up(x_TK, gate))
 
-    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> Tensor:
-        return out_TN.copy_(table_VN[id_T])
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> Tensor:
+        top_TE, id_TE = logits_TE.sort(dim=-1, descending=True, stable=True)
+        weight_TK, id_TK = top_TE[:, : experts.top].softmax(-1), id_TE[:, : experts.top]
+        sum_TN = torch.zeros_like(residual_TN)
+        for expert, (gate_up, down) in enumerate(zip(experts.gate_up, experts.down, strict=True)):
+            assert isinstance(gate_up, TorchGateUp) and isinstance(down, TorchLinear)
+            row, pick = (id_TK == expert).nonzero(as_tuple=True)
+            sum_TN[row] += weight_TK[row, pick, None] * down(gate_up(x_TN[row], experts.gate))
+        return residual_TN.add_(sum_TN)
+
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor, *, scale: float = 1.0) -> Tensor:
+        return out_TN.copy_(table_VN[id_T].float() * scale)
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> Tensor:
-        return out.copy_(x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_N)
+        return out.copy_(_rms_norm(x, weight_N, eps))
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> Tensor:
+        return residual.add_(_rms_norm(x, weight_N, eps))
 
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         half = rotary.cos.shape[1]
@@ -114,6 +149,7 @@ class TorchBackend:
         out_THD: Tensor,
         *,
         window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         for sequence in sorted(set(rows.sequence_T.tolist())):
             mine = (rows.sequence_T == sequence).nonzero().flatten()
@@ -129,7 +165,11 @@ class TorchBackend:
             if window is not None:
                 hidden_QN |= position_N <= position_Q[:, None] - window
             score_HQN = torch.einsum("qhd,nhd->hqn", q_THD[mine], k_NHD) * scale
-            weight_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1)
+            score_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf)
+            if sinks_H is not None:
+                sink_HQ1 = sinks_H[:, None, None].expand(-1, len(position_Q), 1)
+                score_HQN = torch.cat([score_HQN, sink_HQ1], dim=-1)
+            weight_HQN = score_HQN.softmax(-1)[..., :length]
             out_THD[mine] = torch.einsum("hqn,nhd->qhd", weight_HQN, v_NHD)
         return out_THD
 
@@ -193,11 +233,17 @@ class TorchTape:
     def add_linear(self, x_TK: Tensor, w: Linear, residual_TN: Tensor) -> None:
         self.backend.add_linear(self._first(x_TK), w, self._first(residual_TN))
 
-    def silu_mul_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor) -> None:
-        self.backend.silu_mul_linear(self._first(x_TK), gate_up, self._first(out_TN))
+    def gated_linear(self, x_TK: Tensor, gate_up: Linear, out_TN: Tensor, *, gate: Gate = "silu") -> None:
+        self.backend.gated_linear(self._first(x_TK), gate_up, self._first(out_TN), gate=gate)
+
+    def add_experts(self, x_TN: Tensor, logits_TE: Tensor, experts: Experts, residual_TN: Tensor) -> None:
+        self.backend.add_experts(self._first(x_TN), self._first(logits_TE), experts, self._first(residual_TN))
 
     def rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, out: Tensor) -> None:
         self.backend.rms_norm(self._first(x), weight_N, eps, self._first(out))
+
+    def add_rms_norm(self, x: Tensor, weight_N: Tensor, eps: float, residual: Tensor) -> None:
+        self.backend.add_rms_norm(self._first(x), weight_N, eps, self._first(residual))
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self.backend.rotate(self._first(x_THD), rotary, self.rows)
@@ -206,9 +252,17 @@ class TorchTape:
         self.backend.store(self._first(k_THD), self._first(v_THD), kv, self.rows)
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> None:
-        self.backend.attention(self._first(q_THD), kv, self.rows, scale, self._first(out_THD), window=window)
+        q_THD, out_THD = self._first(q_THD), self._first(out_THD)
+        self.backend.attention(q_THD, kv, self.rows, scale, out_THD, window=window, sinks_H=sinks_H)
 
     def _first(self, x: Tensor) -> Tensor:
         return x[: len(self.rows.sequence_T)]
@@ -229,6 +283,10 @@ def uniform(seed: int, position: int) -> float:
     low = 0xFFFFFFFF
     x = philox((position & low, position >> 32 & low, 0, 0), (seed & low, seed >> 32 & low))
     return ((x[1] << 32 | x[0]) >> 11) * 2.0**-53
+
+
+def _rms_norm(x: Tensor, weight_N: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_N
 
 
 def _gather(pool_PBHD: Tensor, table_N: Tensor, length: int) -> Tensor:

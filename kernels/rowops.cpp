@@ -17,27 +17,32 @@ uint16_t narrow(float x) {
 }
 
 template <class T> void gather(const GatherOp& op, long rows, int threads) {
+    const V scale = splat(op.scale);
     parallel_rows(threads, rows, op.size, [&](long t) {
         const T* from = static_cast<const T*>(op.table) + op.ids[t] * op.table_stride;
         float* to = op.out + t * op.out_stride;
         long i = 0;
-        for (; i + LANES <= op.size; i += LANES) store(to + i, load(from + i));
+        for (; i + LANES <= op.size; i += LANES) store(to + i, load(from + i) * scale);
         T rest[LANES] = {};
         std::copy(from + i, from + op.size, rest);
-        store_part(to + i, load(rest), op.size - i);
+        store_part(to + i, load(rest) * scale, op.size - i);
     });
 }
 
 // Element i of x adds to lane i % 16 in order; the fixed tree closes the sum.
-void rms_norm(const float* x, const float* weight, float* out, long size, float eps) {
+void rms_norm(const float* x, const float* weight, float* out, long size, float eps, bool add) {
     V squares = splat(0);
     for (long i = 0; i < size; i += LANES) {
         const V v = load_part(x + i, size - i);
         squares = fma(v, v, squares);
     }
     const V scale = splat(1.f / std::sqrt(sum(squares) / float(size) + eps));
-    for (long i = 0; i < size; i += LANES)
-        store_part(out + i, load_part(x + i, size - i) * scale * load_part(weight + i, size - i), size - i);
+    for (long i = 0; i < size; i += LANES) {
+        const long n = size - i;
+        V y = load_part(x + i, n) * scale * load_part(weight + i, n);
+        if (add) y = load_part(out + i, n) + y;
+        store_part(out + i, y, n);
+    }
 }
 
 void rotate(float* x, const float* cosines, const float* sines, long half) {
@@ -70,10 +75,10 @@ SHOAL_EXPORT(shoal_gather)(const void* op, const Rows* rows, int threads) {
 }
 
 SHOAL_EXPORT(shoal_rms_norm)(const void* op, const Rows* rows, int threads) {
-    const auto [x, x_stride, weight, out, out_stride, heads, size, eps] = *static_cast<const RmsNormOp*>(op);
+    const auto [x, x_stride, weight, out, out_stride, heads, size, eps, add] = *static_cast<const RmsNormOp*>(op);
     parallel_rows(threads, rows->count, heads * size, [=](long t) {
         for (long h = 0; h < heads; h++)
-            rms_norm(x + t * x_stride + h * size, weight, out + t * out_stride + h * size, size, eps);
+            rms_norm(x + t * x_stride + h * size, weight, out + t * out_stride + h * size, size, eps, add);
     });
     return 0;
 }

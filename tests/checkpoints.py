@@ -58,6 +58,37 @@ def tiny_mistral(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", *
     return _tiny("MistralConfig", directory, seed, dtype, {"sliding_window": 24} | overrides)
 
 
+def tiny_gemma3(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any) -> Path:
+    """Three layers of which the second sees everything and the others 24 positions, rotated otherwise."""
+    different = {
+        "num_hidden_layers": 3,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+    }
+    return _tiny("Gemma3TextConfig", directory, seed, dtype, different | overrides)
+
+
+def tiny_gpt_oss(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", **overrides: Any) -> Path:
+    """Attention sinks, a window of 24 in the first of two layers, and two of five experts for each token."""
+    different = {
+        "sliding_window": 24,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    }
+    return _tiny("GptOssConfig", directory, seed, dtype, different | overrides)
+
+
 TINY_LIBRARY: dict[str, dict[str, Any]] = {
     "DeepseekV3Config": {
         "num_key_value_heads": 4,

@@ -17,7 +17,8 @@ from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.models.choose import model_config, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
 from shoal.actors.engine.models.decoder_config import load_config
-from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
+from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.lean_weights import DecoderWeights
 from shoal.actors.engine.models.library_config import LibraryConfig
 from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryModel
 from shoal.actors.engine.models.rope import rotary_tables
@@ -81,9 +82,9 @@ def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> Loa
         )
     with CheckpointTensors(checkpoint) as tensors:
         weights = DecoderWeights.load(tensors, config, backend)
-    rotary = rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
+    rotaries = rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
     return LoadedModel(
-        config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotary), numerics=path
+        config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotaries), numerics=path
     )
 
 

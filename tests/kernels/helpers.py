@@ -131,14 +131,21 @@ class Paged:
         backend: Backend = BEST,
         *,
         window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         kv, table_SN = pool
         q, _, _ = self.fused(which)
-        out = torch.empty(len(which), self.heads, self.head_size)
-        return backend.attention(q, kv, rows(which, table_SN), self.head_size**-0.5, out, window=window)
+        out, scale = torch.empty(len(which), self.heads, self.head_size), self.head_size**-0.5
+        where = rows(which, table_SN)
+        return backend.attention(q, kv, where, scale, out, window=window, sinks_H=sinks_H)
 
     def exact(
-        self, sequence: int, dtype: torch.dtype = torch.float32, *, window: int | None = None
+        self,
+        sequence: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attention of all rows of a sequence in float64, over keys and values in the pool's dtype."""
         q, k, v = self.fused([(sequence, p) for p in range(self.lengths[sequence])])
@@ -148,4 +155,8 @@ class Paged:
         hidden_QN = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         if window is not None:
             hidden_QN |= hidden_QN.new_ones(hidden_QN.shape).tril(-window)
-        return torch.einsum("hqn,nhd->qhd", score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1), v)
+        score_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf)
+        if sinks_H is not None:
+            sink_HQ1 = sinks_H.double()[:, None, None].expand(-1, len(q), 1)
+            score_HQN = torch.cat([score_HQN, sink_HQ1], dim=-1)
+        return torch.einsum("hqn,nhd->qhd", score_HQN.softmax(-1)[..., : len(k)], v)

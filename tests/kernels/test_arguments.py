@@ -4,12 +4,13 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import LayerKV, Rotary, Rows
+from shoal.kernels.backend import Gate, LayerKV, Rotary, Rows
 from shoal.kernels.cpu import CpuBackend
 from tests.kernels.helpers import BEST, REFERENCE, Paged, adjustment, rows, sampling
 
@@ -48,7 +49,7 @@ REFUSED: dict[str, Callable[[], object]] = {
     "out too narrow": lambda: BEST.linear(zeros(2, 16), W, zeros(2, 7)),
     "out too short": lambda: BEST.linear(zeros(2, 16), W, zeros(1, 8)),
     "a gate-up matrix as a plain one": lambda: BEST.linear(zeros(2, 16), GATE_UP, zeros(2, 8)),
-    "a plain matrix as a gate-up one": lambda: BEST.silu_mul_linear(zeros(2, 16), W, zeros(2, 8)),
+    "a plain matrix as a gate-up one": lambda: BEST.gated_linear(zeros(2, 16), W, zeros(2, 8)),
     "another backend's matrix": lambda: BEST.linear(
         zeros(2, 16), REFERENCE.pack([zeros(8, 16)]), zeros(2, 8)
     ),
@@ -62,6 +63,9 @@ REFUSED: dict[str, Callable[[], object]] = {
     "a bias of gate alone": lambda: BEST.pack_gate_up(zeros(8, 16), zeros(8, 16), zeros(8), None),
     "heads of another number": lambda: BEST.rms_norm(zeros(2, 3, 16), zeros(16), 1e-5, zeros(2, 4, 16)),
     "a window of nothing": lambda: attend(window=0),
+    "a gate of no name": lambda: BEST.gated_linear(
+        zeros(2, 16), GATE_UP, zeros(2, 8), gate=cast(Gate, "relu")
+    ),
     "a norm weight of another size": lambda: BEST.rms_norm(zeros(2, 16), zeros(15), 1e-5, zeros(2, 16)),
     "an id past the table": lambda: BEST.gather(zeros(5, 4), torch.tensor([5]), zeros(1, 4)),
     "a negative id": lambda: BEST.gather(zeros(5, 4), torch.tensor([-1]), zeros(1, 4)),

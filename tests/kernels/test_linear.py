@@ -2,11 +2,13 @@
 
 import ctypes
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
+from shoal.kernels.backend import Gate
 from tests.kernels.helpers import BEST, REFERENCE, every_cpu, same_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -138,15 +140,15 @@ def test_gate_and_up_have_biases_of_their_own(size: int) -> None:
     gate, up = (weights((size, 61), torch.bfloat16, seed=s) for s in (3, 4))
     gate_bias, up_bias, x = *inputs(2, size, seed=5), inputs(60, 61)
     packed = BEST.pack_gate_up(gate, up, gate_bias, up_bias)
-    whole = BEST.silu_mul_linear(x, packed, torch.empty(60, size))
+    whole = BEST.gated_linear(x, packed, torch.empty(60, size))
     g, u = x.double() @ gate.double().T + gate_bias.double(), x.double() @ up.double().T + up_bias.double()
     torch.testing.assert_close(whole.double(), torch.nn.functional.silu(g) * u, rtol=2e-6, atol=2e-5)
     for backend, count in itertools.product(every_cpu(), (1, 13, 60)):
-        part = backend.silu_mul_linear(x[:count], packed, torch.empty(count, size))
+        part = backend.gated_linear(x[:count], packed, torch.empty(count, size))
         assert same_bits(part, whole[:count]), (backend.name, count)
     theirs = REFERENCE.pack_gate_up(gate, up, gate_bias, up_bias)
     torch.testing.assert_close(
-        REFERENCE.silu_mul_linear(x, theirs, torch.empty(60, size)), whole, rtol=2e-6, atol=2e-5
+        REFERENCE.gated_linear(x, theirs, torch.empty(60, size)), whole, rtol=2e-6, atol=2e-5
     )
 
 
@@ -163,12 +165,44 @@ def test_gate_and_up_fuse_to_the_same_bits_everywhere(size: int) -> None:
     x = inputs(60, 61)
     packed = BEST.pack_gate_up(gate, up)
     assert packed.num_outputs == size
-    whole = BEST.silu_mul_linear(x, packed, torch.empty(60, size))
+    whole = BEST.gated_linear(x, packed, torch.empty(60, size))
     g, u = x.double() @ gate.double().T, x.double() @ up.double().T
     torch.testing.assert_close(whole.double(), torch.nn.functional.silu(g) * u, rtol=2e-6, atol=2e-5)
     for backend, count in itertools.product(every_cpu(), (1, 2, 5, 13, 60)):
-        part = backend.silu_mul_linear(x[:count], packed, torch.empty(count, size))
+        part = backend.gated_linear(x[:count], packed, torch.empty(count, size))
         assert same_bits(part, whole[:count]), (backend.name, count)
+
+
+def exact_gate(gate: Gate, g: Tensor, u: Tensor) -> Tensor:
+    match gate:
+        case "silu":
+            return g * torch.sigmoid(g) * u
+        case "gelu_tanh":
+            return g / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))) * u
+        case "clamped_swiglu":
+            g, u = g.clamp(max=7), u.clamp(-7, 7)
+            return (u + 1) * g * torch.sigmoid(g * 1.702)
+
+
+@pytest.mark.parametrize("gate", get_args(Gate))
+def test_gates_from_their_formulas(gate: Gate) -> None:
+    """Weights of one, so that gate and up are what is written here: far beyond every limit, and NaN."""
+    values = torch.tensor(
+        [0.0, -0.0, 1e-6, -0.3, 0.3, 1.0, -2.0, 5.0, -6.9, 7.0, 7.1, -30.0, 30.0, 1e4, -1e4]
+    )
+    g, u = (x.flatten()[:, None] for x in torch.meshgrid(values, values, indexing="ij"))
+    x = torch.cat([g, u], dim=1)
+    packed = BEST.pack_gate_up(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    whole = BEST.gated_linear(x, packed, torch.empty(len(x), 1), gate=gate)
+    expected = exact_gate(gate, g.double(), u.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=2e-6, atol=1e-6)
+    for backend, count in itertools.product(every_cpu(), (1, 5, len(x))):
+        part = backend.gated_linear(x[:count], packed, torch.empty(count, 1), gate=gate)
+        assert same_bits(part, whole[:count]), (backend.name, count)
+    theirs = REFERENCE.pack_gate_up(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]]))
+    theirs_out = REFERENCE.gated_linear(x, theirs, torch.empty(len(x), 1), gate=gate)
+    torch.testing.assert_close(theirs_out, whole, rtol=2e-6, atol=1e-5)
+    assert BEST.gated_linear(x[:1] + torch.nan, packed, torch.empty(1, 1), gate=gate).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

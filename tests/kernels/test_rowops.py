@@ -24,6 +24,14 @@ def test_gather_widens_rows(dtype: torch.dtype, size: int) -> None:
         assert (out[:, [0, -1]] == 9).all()
 
 
+def test_gather_scales_in_float32() -> None:
+    table, ids, scale = randn(9, 37).bfloat16(), torch.tensor([8, 0, 3]), 640**0.5
+    backends: list[Backend] = [REFERENCE, *every_cpu()]
+    for backend in backends:
+        out = backend.gather(table, ids, torch.empty(3, 37), scale=scale)
+        assert same_bits(out, table[ids].float() * torch.tensor(scale)), backend.name
+
+
 @pytest.mark.parametrize("size", [1, 7, 100, 576, 1024])
 def test_rms_norm(size: int) -> None:
     x, weight = randn(70, size + 3)[:, :size] * 3, randn(size, seed=1)
@@ -35,6 +43,16 @@ def test_rms_norm(size: int) -> None:
     for backend in every_cpu():
         assert same_bits(backend.rms_norm(x, weight, 1e-5, torch.empty(70, size)), y)
         assert same_bits(backend.rms_norm(x[9:10], weight, 1e-5, torch.empty(1, size)), y[9:10])
+
+
+@pytest.mark.parametrize("size", [7, 640])
+def test_a_norm_is_added_when_it_is_finished(size: int) -> None:
+    x, weight, residual = randn(40, size) * 3, randn(size, seed=1), randn(40, size, seed=2)
+    expected = residual + BEST.rms_norm(x, weight, 1e-6, torch.empty(40, size))
+    for backend in every_cpu():
+        assert same_bits(backend.add_rms_norm(x, weight, 1e-6, residual.clone()), expected), backend.name
+    theirs = REFERENCE.add_rms_norm(x, weight, 1e-6, residual.clone())
+    torch.testing.assert_close(theirs, expected, rtol=2e-6, atol=1e-6)
 
 
 def test_rms_norm_of_heads_is_that_of_each_head() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
+from shoal.kernels.backend import Backend, Experts, LayerKV, Linear, Rotary, Rows, Tape
 from tests.kernels.helpers import BEST, REFERENCE, rows, same_bits
 
 MAX_ROWS, SIZE, HEADS, KV_HEADS, HEAD_SIZE = 6, 32, 4, 2, 16
@@ -27,6 +27,14 @@ class Layer:
         self.out_weight: Linear = backend.pack([random(SIZE, HEADS * HEAD_SIZE)])
         self.gate_up: Linear = backend.pack_gate_up(random(48, SIZE), random(48, SIZE))
         self.down: Linear = backend.pack([random(SIZE, 48)])
+        self.router: Linear = backend.pack([random(3, SIZE)])
+        self.experts = Experts(
+            gate_up=tuple(backend.pack_gate_up(random(24, SIZE), random(24, SIZE)) for _ in range(3)),
+            down=tuple(backend.pack([random(SIZE, 24)]) for _ in range(3)),
+            top=2,
+            gate="clamped_swiglu",
+        )
+        self.sinks = random(HEADS)
         self.rotary = Rotary(cos=random(64, HEAD_SIZE // 2), sin=random(64, HEAD_SIZE // 2))
         pool = torch.zeros(4, 2, 16, KV_HEADS, HEAD_SIZE)
         self.kv = LayerKV(k_PBHD=pool[:, 0], v_PBHD=pool[:, 1])
@@ -35,6 +43,7 @@ class Layer:
         self.qkv = torch.zeros(MAX_ROWS, HEADS + 2 * KV_HEADS, HEAD_SIZE)
         self.attended = torch.zeros(MAX_ROWS, HEADS, HEAD_SIZE)
         self.mlp = torch.zeros(MAX_ROWS, 48)
+        self.logits = torch.zeros(MAX_ROWS, 3)
 
     def play(self, tape: Tape) -> None:
         tape.rms_norm(self.x, self.norm, 1e-5, self.normed)
@@ -42,10 +51,13 @@ class Layer:
         tape.rms_norm(self.qkv[:, :HEADS], self.head_norm, 1e-5, self.qkv[:, :HEADS])
         tape.rotate(self.qkv[:, : HEADS + KV_HEADS], self.rotary)
         tape.store(self.qkv[:, HEADS : HEADS + KV_HEADS], self.qkv[:, HEADS + KV_HEADS :], self.kv)
-        tape.attention(self.qkv[:, :HEADS], self.kv, 0.25, self.attended, window=3)
+        tape.attention(self.qkv[:, :HEADS], self.kv, 0.25, self.attended, window=3, sinks_H=self.sinks)
         tape.add_linear(self.attended.flatten(1), self.out_weight, self.x)
-        tape.silu_mul_linear(self.x, self.gate_up, self.mlp)
+        tape.gated_linear(self.x, self.gate_up, self.mlp, gate="gelu_tanh")
         tape.add_linear(self.mlp, self.down, self.x)
+        tape.add_rms_norm(self.normed, self.norm, 1e-5, self.x)
+        tape.linear(self.x, self.router, self.logits)
+        tape.add_experts(self.normed, self.logits, self.experts, self.x)
 
 
 def one_by_one(backend: Backend, layer: Layer, where: Rows) -> None:
@@ -56,10 +68,15 @@ def one_by_one(backend: Backend, layer: Layer, where: Rows) -> None:
     backend.rms_norm(qkv[:, :HEADS], layer.head_norm, 1e-5, qkv[:, :HEADS])
     backend.rotate(qkv[:, : HEADS + KV_HEADS], layer.rotary, where)
     backend.store(qkv[:, HEADS : HEADS + KV_HEADS], qkv[:, HEADS + KV_HEADS :], layer.kv, where)
-    backend.attention(qkv[:, :HEADS], layer.kv, where, 0.25, layer.attended[:n], window=3)
+    backend.attention(
+        *(qkv[:, :HEADS], layer.kv, where, 0.25, layer.attended[:n]), window=3, sinks_H=layer.sinks
+    )
     backend.add_linear(layer.attended[:n].flatten(1), layer.out_weight, layer.x[:n])
-    backend.silu_mul_linear(layer.x[:n], layer.gate_up, layer.mlp[:n])
+    backend.gated_linear(layer.x[:n], layer.gate_up, layer.mlp[:n], gate="gelu_tanh")
     backend.add_linear(layer.mlp[:n], layer.down, layer.x[:n])
+    backend.add_rms_norm(layer.normed[:n], layer.norm, 1e-5, layer.x[:n])
+    backend.linear(layer.x[:n], layer.router, layer.logits[:n])
+    backend.add_experts(layer.normed[:n], layer.logits[:n], layer.experts, layer.x[:n])
 
 
 def recorded(backend: Backend) -> tuple[Layer, Callable[[Rows], None]]:

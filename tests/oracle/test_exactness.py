@@ -8,7 +8,8 @@ import pytest
 
 from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
-from shoal.actors.engine.models.lean_decoder import DecoderWeights, LeanDecoder
+from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.lean_weights import DecoderWeights
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest
@@ -42,8 +43,8 @@ def shallow(smol: LoadedModel) -> LoadedModel:
     assert isinstance(smol.config, DecoderConfig) and isinstance(smol.weights, DecoderWeights)
     weights = replace(smol.weights, layers=smol.weights.layers[:4])
     config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
-    rotary = rotary_tables(load_config(smollm2()), 2048, config.head_dim, DEVICE)
-    decoder = partial(LeanDecoder, config, weights, rotary)
+    rotaries = rotary_tables(load_config(smollm2()), 2048, config.head_dim, DEVICE)[:4]
+    decoder = partial(LeanDecoder, config, weights, rotaries)
     return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)
 
 

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from shoal.kernels.backend import Gate
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rope types whose angles depend on the position alone."""
@@ -21,6 +23,8 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
+    family: str
+    """The type of its config.json."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -37,6 +41,19 @@ class DecoderConfig:
     mlp_bias: bool = False
     head_norms: bool = False
     """Queries and keys are normed, each head by itself, before they are rotated."""
+    attention_scale: float
+    """Scores are multiplied by it."""
+    sinks: bool = False
+    """Each query head has a logit that takes its share of the softmax and has no value."""
+    gate: "Gate" = "silu"
+    num_experts: int = 0
+    """0: one MLP for all tokens."""
+    experts_per_token: int = 0
+    norm_offset: float = 0.0
+    """Added to the weights of all norms."""
+    branch_norms: bool = False
+    """What attention and the MLP make of a token is normed before it is added."""
+    embedding_scale: float = 1.0
 
 
 class _Options(TypedDict, total=False):
@@ -45,6 +62,18 @@ class _Options(TypedDict, total=False):
     attention_out_bias: bool
     mlp_bias: bool
     head_norms: bool
+    attention_scale: float
+    sinks: bool
+    gate: "Gate"
+    num_experts: int
+    experts_per_token: int
+    norm_offset: float
+    branch_norms: bool
+    embedding_scale: float
+
+
+_GATES: dict[str, "Gate"] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""By the name that config.json has for the activation."""
 
 
 def _llama(hf: "PretrainedConfig") -> _Options:
@@ -70,6 +99,47 @@ def _qwen3(hf: "PretrainedConfig") -> _Options:
     }
 
 
+def _gemma3(hf: "PretrainedConfig") -> _Options:
+    softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
+    _refuse({name: getattr(hf, name) is not None for name in softcaps})
+    _refuse({"use_bidirectional_attention": bool(hf.use_bidirectional_attention)})
+    bias = hf.attention_bias
+    return {
+        "windows": _windows_by_layer(hf),
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "head_norms": True,
+        "attention_scale": hf.query_pre_attn_scalar**-0.5,
+        "norm_offset": 1.0,
+        "branch_norms": True,
+        # transformers rounds it to the type that it computes in; ours is float32, wherever it is multiplied.
+        "embedding_scale": hf.hidden_size**0.5,
+    }
+
+
+def _gpt_oss(hf: "PretrainedConfig") -> _Options:
+    alpha, limit = hf.swiglu_alpha, hf.swiglu_limit
+    _refuse({f"swiglu_alpha {alpha}": alpha != 1.702, f"swiglu_limit {limit}": limit != 7})
+    experts, top = hf.num_local_experts, hf.num_experts_per_tok
+    _refuse({f"num_experts_per_tok {top} of {experts}": not 0 < top <= experts})
+    bias = hf.attention_bias
+    return {
+        "windows": _windows_by_layer(hf),
+        "qkv_bias": bias,
+        "attention_out_bias": bias,
+        "sinks": True,
+        "gate": "clamped_swiglu",
+        "num_experts": experts,
+        "experts_per_token": top,
+    }
+
+
+def _refuse(wrong: dict[str, bool]) -> None:
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise UnsupportedModel(what)
+
+
 def _windows_by_layer(hf: "PretrainedConfig") -> tuple[int | None, ...]:
     return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in hf.layer_types)
 
@@ -79,6 +149,8 @@ LEAN_ARCHITECTURES: dict[str, tuple[str, Callable[["PretrainedConfig"], _Options
     "MistralForCausalLM": ("mistral", _mistral),
     "Qwen2ForCausalLM": ("qwen2", _qwen2),
     "Qwen3ForCausalLM": ("qwen3", _qwen3),
+    "Gemma3ForCausalLM": ("gemma3_text", _gemma3),
+    "GptOssForCausalLM": ("gpt_oss", _gpt_oss),
 }
 """The type of each one's config, and what it differs in from a llama without biases."""
 
@@ -107,22 +179,30 @@ def decoder_config(hf: "PretrainedConfig") -> DecoderConfig:
     if hf.model_type != model_type:  # then it means by its fields what that type means by them
         raise UnsupportedModel(f"architecture {architecture} with model_type {hf.model_type}")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    activation = getattr(hf, "hidden_activation", None) or hf.hidden_act
     kinds, layer_kinds = rope_types(hf), set(getattr(hf, "layer_types", None) or ())
-    for what, wrong in {
-        f"hidden_act {hf.hidden_act}": hf.hidden_act != "silu",
-        f"head_dim {head_dim}": head_dim % 16 != 0,
-        f"rope_type {', '.join(kinds)}": not set(kinds) <= {*STATIC_ROPE_TYPES, *DYNAMIC_ROPE_TYPES},
-        "partial_rotary_factor": (hf.rope_parameters or {}).get("partial_rotary_factor", 1) != 1,
-        f"layer_types {', '.join(sorted(layer_kinds))}": not layer_kinds <= set(LAYER_TYPES),
-        "quantization_config": getattr(hf, "quantization_config", None) is not None,
-    }.items():
-        if wrong:
-            raise UnsupportedModel(what)
-    options: _Options = {"windows": (None,) * hf.num_hidden_layers}
+    refuse_quantized(hf)
+    _refuse(
+        {
+            f"hidden_act {activation}": activation not in _GATES,
+            f"head_dim {head_dim}": head_dim % 16 != 0,
+            f"rope_type {', '.join(kinds)}": not set(kinds) <= {*STATIC_ROPE_TYPES, *DYNAMIC_ROPE_TYPES},
+            "partial_rotary_factor": any(
+                rope.get("partial_rotary_factor", 1) != 1 for rope in ropes(hf).values()
+            ),
+            f"layer_types {', '.join(sorted(layer_kinds))}": not layer_kinds <= set(LAYER_TYPES),
+        }
+    )
+    options: _Options = {
+        "windows": (None,) * hf.num_hidden_layers,
+        "attention_scale": head_dim**-0.5,
+        "gate": _GATES[activation],
+    }
     options.update(options_of(hf))
     if 0 in options["windows"]:
         raise UnsupportedModel("sliding_window 0")
     return DecoderConfig(
+        family=model_type,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -140,11 +220,22 @@ def architecture_of(hf: "PretrainedConfig") -> str:
     return (hf.architectures or ["(none named)"])[0]
 
 
-def rope_types(hf: "PretrainedConfig") -> tuple[str, ...]:
-    """Usually one; models that rotate their sliding layers otherwise name one for each type of layer."""
+def refuse_quantized(hf: "PretrainedConfig") -> None:
+    if (how := getattr(hf, "quantization_config", None)) is not None:
+        method = how.get("quant_method") if isinstance(how, dict) else getattr(how, "quant_method", None)
+        raise UnsupportedModel(f"quantization_config ({getattr(method, 'value', method)})")
+
+
+def ropes(hf: "PretrainedConfig") -> dict[str | None, dict[str, Any]]:
+    """Parameters by type of layer if those differ; else one set, of None."""
     rope = getattr(hf, "rope_parameters", None) or {}
-    by_layer = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
-    return tuple(sorted({str(kind.get("rope_type", "default")) for kind in by_layer}))
+    by_layer = {kind: of_kind for kind, of_kind in rope.items() if isinstance(of_kind, dict)}
+    return by_layer or {None: rope}
+
+
+def rope_types(hf: "PretrainedConfig") -> tuple[str, ...]:
+    """Usually one."""
+    return tuple(sorted({str(rope.get("rope_type", "default")) for rope in ropes(hf).values()}))
 
 
 def usual_length(hf: "PretrainedConfig") -> int:
@@ -158,9 +249,8 @@ def usual_length(hf: "PretrainedConfig") -> int:
 
 def longest_length(hf: "PretrainedConfig") -> int:
     """How many it may have at most: some ropes were made to be stretched."""
-    usual, kinds = usual_length(hf), rope_types(hf)
-    if kinds not in (("dynamic",), ("yarn",)):
+    usual, kinds, rope = usual_length(hf), rope_types(hf), ropes(hf).get(None)
+    if rope is None or kinds not in (("dynamic",), ("yarn",)):
         return usual
-    rope = hf.rope_parameters
     original = usual if kinds == ("dynamic",) else rope.get("original_max_position_embeddings", usual)
     return max(usual, int(original * rope["factor"]))

@@ -8,6 +8,7 @@ from shoal.actors.engine.models.decoder_config import (
     LAYER_TYPES,
     UnsupportedModel,
     architecture_of,
+    refuse_quantized,
     rope_types,
 )
 
@@ -29,8 +30,9 @@ def library_config(hf: "PretrainedConfig") -> LibraryConfig:
     architecture = architecture_of(hf)
     if getattr(hf, "is_encoder_decoder", False):
         raise UnsupportedModel(f"architecture {architecture} (an encoder and a decoder)")
-    if getattr(hf, "quantization_config", None) is not None:
-        raise UnsupportedModel("quantization_config")
+    refuse_quantized(hf)
+    if not hasattr(hf, "vocab_size"):
+        raise UnsupportedModel(f"architecture {architecture} (not of text alone)")
     model = _model_class(hf, architecture)
     layer_kinds = set(getattr(hf, "layer_types", None) or ())
     if model._is_stateful or not layer_kinds <= set(LAYER_TYPES):

@@ -5,15 +5,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shoal.actors.engine.models.decoder_config import rope_types
+from shoal.actors.engine.models.decoder_config import ropes
 from shoal.kernels.backend import Rotary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, device: torch.device) -> Rotary:
-    """Tables of float32 [num_positions, rotated / 2], where `rotated` is head_dim unless the model says less.
+def rotary_tables(
+    hf: "PretrainedConfig", num_positions: int, head_dim: int, device: torch.device
+) -> tuple[Rotary, ...]:
+    """Of each layer, tables of float32 [num_positions, rotated / 2], where `rotated` is head_dim unless the
+    model says less. Layers that rotate alike share theirs.
 
     An angle is one float32 product, as in the checkpoint's own training code. Its cosine is taken in float64
     and rounded: a vectorised float32 cosine differs in the last bit from one instruction set to another.
@@ -28,7 +31,16 @@ def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, dev
     at most the trained length (both). Beyond it shorter sequences too have the frequencies of longer ones:
     who wants the original ones for them sets --max-model-len to the trained length.
     """
-    inverse_frequencies, factor = _inverse_frequencies(hf, num_positions, head_dim)
+    tables = {kind: _table(hf, kind, num_positions, head_dim, device) for kind in ropes(hf)}
+    num_layers: int = hf.num_hidden_layers
+    layer_types = [None] * num_layers if None in tables else hf.layer_types
+    return tuple(tables[kind] for kind in layer_types)
+
+
+def _table(
+    hf: "PretrainedConfig", layer_type: str | None, num_positions: int, head_dim: int, device: torch.device
+) -> Rotary:
+    inverse_frequencies, factor = _inverse_frequencies(hf, layer_type, num_positions, head_dim)
     positions = np.arange(num_positions, dtype=np.float32)
     angles = np.multiply.outer(positions, inverse_frequencies).astype(np.float64)
     return Rotary(
@@ -38,13 +50,16 @@ def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, dev
 
 
 def _inverse_frequencies(
-    hf: "PretrainedConfig", num_positions: int, head_dim: int
+    hf: "PretrainedConfig", layer_type: str | None, num_positions: int, head_dim: int
 ) -> tuple[np.ndarray, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
 
-    (kind,) = rope_types(hf)
+    rope = ropes(hf)[layer_type]
+    kind = rope.get("rope_type", "default")
     if kind == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return (1.0 / (hf.rope_parameters["rope_theta"] ** exponents)).numpy(), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), seq_len=num_positions)
+        return (1.0 / (rope["rope_theta"] ** exponents)).numpy(), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+        hf, torch.device("cpu"), seq_len=num_positions, layer_type=layer_type
+    )
     return frequencies.float().numpy(), float(factor)
