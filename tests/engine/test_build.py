@@ -71,7 +71,7 @@ def test_an_engine_with_rings_has_slots_and_segments_within_its_memory(windowed:
 
 
 def test_what_is_in_blocks_and_segments_is_named_by_the_fingerprint(windowed: Path) -> None:
-    """Engines of other windows' layers in rings, or of other layers stored, cannot read each other's bytes."""
+    """Engines with other layers in rings, or with fewer stored, cannot read each other's bytes."""
     roots = {
         build.build_engine(a_config(windowed, **changes)).fingerprint
         for changes in ({}, {"num_dropped_layers": 1}, {"max_model_len": 24})
@@ -82,7 +82,7 @@ def test_what_is_in_blocks_and_segments_is_named_by_the_fingerprint(windowed: Pa
 def test_more_dropped_layers_than_a_model_has_are_refused(windowed: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot drop 3 sliding layers: of the model's 2 layers, 2 have"):
         build.build_engine(a_config(windowed, num_dropped_layers=3))
-    with pytest.raises(ValueError, match="cannot drop 1 sliding layers: .* 0 have .* max_model_len 256"):
+    with pytest.raises(ValueError, match=r"cannot drop 1 sliding layers: .* 0 have .* max_model_len 256"):
         build.build_engine(a_config(tiny_llama(tmp_path), num_dropped_layers=1))
 
 
