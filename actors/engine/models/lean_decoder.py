@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig
 from shoal.actors.engine.models.lean_weights import DecoderWeights, Layer, Mixture
-from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
+from shoal.kernels.backend import Backend, LayerKV, LayerRing, Linear, Rotary, Rows, Tape
 
 
 class LeanDecoder:
@@ -37,7 +37,7 @@ class LeanDecoder:
         self._weights = weights
         self._rotaries = rotaries
         self._backend = backend
-        self._recorded: tuple[tuple[LayerKV, ...], Callable[[Rows], None]] | None = None
+        self._recorded: tuple[tuple[LayerKV | LayerRing, ...], Callable[[Rows], None]] | None = None
 
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=torch.float32, device=rotaries[0].cos.device)
@@ -49,7 +49,7 @@ class LeanDecoder:
         self._inner = buffer(max_rows, config.num_experts or config.intermediate_size)
         self._logits = buffer(max_logits, config.vocab_size)
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
         """Hidden states before the final norm, float32 [T, hidden_size]; stores every row's K/V on the way.
 
         token_ids_T: int64 [T], T at most max_rows.
@@ -61,7 +61,7 @@ class LeanDecoder:
         self._recorded[1](rows)
         return x
 
-    def _layers(self, tape: Tape, kv: tuple[LayerKV, ...]) -> None:
+    def _layers(self, tape: Tape, kv: tuple[LayerKV | LayerRing, ...]) -> None:
         """The model, on all rows of the buffers: a step of fewer rows computes its own."""
         config, x, normed = self._config, self._residual, self._normed
         qkv_THD = self._qkv.view(len(x), -1, config.head_dim)
@@ -78,12 +78,17 @@ class LeanDecoder:
                 tape.rms_norm(q_THD, layer.q_norm_D, config.rms_norm_eps, q_THD)
                 tape.rms_norm(k_THD, layer.k_norm_D, config.rms_norm_eps, k_THD)
             tape.rotate(qk_THD, rotary)
+            if isinstance(layer_kv, LayerRing):
+                tape.restore(layer_kv)
             tape.store(k_THD, v_THD, layer_kv)
             tape.attention(
                 *(q_THD, layer_kv, config.attention_scale, attended_THD),
                 window=window,
                 sinks_H=layer.sinks_H,
             )
+            if isinstance(layer_kv, LayerRing):
+                tape.capture(layer_kv)
+                tape.commit(layer_kv)
             self._add(tape, self._attended, layer.attention_out, layer.attention_out_norm_N)
             tape.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
             self._mlp(tape, layer)
