@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
+from shoal.actors.engine.transfers import StoreView
 from shoal.actors.messages import (
     EngineRequest,
     FinishReason,
@@ -17,7 +19,8 @@ from shoal.actors.messages import (
     RequestId,
     TokenLogprob,
 )
-from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner
+from shoal.kvstore.boundary import BoundaryRule
+from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner, sliding_layers
 
 INGRESS = IngressId("ingress-1")
 
@@ -39,12 +42,17 @@ class Bench:
     num_blocks: int = 20
     block_size: int = 4
     num_slots: int = 0
+    window: int | None = None
+    """Of sliding layers, below the paged one."""
+    num_dropped: int = 0
+    num_segments: int = 20
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 300
     max_queued_requests: int = 1000
     cache: PrefixCacheName = "radix"
     fingerprint: bytes = b""
+    stores: StoreView | None = None
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     cached: dict[str, int] = field(default_factory=dict)
@@ -59,15 +67,29 @@ class Bench:
             max_queued_requests=self.max_queued_requests,
             vocab_size=VOCABULARY,
         )
+        state = None
+        if self.window is not None:
+            state = sliding_layers(self.window, self.block_size, num_dropped=self.num_dropped)
+            self.num_slots = self.num_slots or num_state_slots(self.max_num_seqs)
+        self.rule = BoundaryRule() if state is None else state.rule
         self.pools = Pools(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             num_rows=config.num_rows,
             num_slots=self.num_slots,
+            num_segments=0 if state is None else self.num_segments,
             cache=self.cache,
         )
-        self.scheduler = Scheduler(config, self.pools, fingerprint=self.fingerprint)
-        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
+        self.scheduler = Scheduler(
+            config, self.pools, fingerprint=self.fingerprint, rule=self.rule, stores=self.stores
+        )
+        self.runner = FakeRunner(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            state=state,
+            num_slots=self.num_slots,
+            num_segments=self.num_segments,
+        )
         self.device = FakeDevice(self.block_size, eager=True)
         self.engine = Engine(self.scheduler, self.runner, self.device)
 
@@ -99,7 +121,8 @@ class Bench:
         self.pools.check([])
         self.engine.reset_prefix_cache()
         self.pools.check([])
-        return self.pools.blocks.num_free == self.num_blocks - 1
+        pools = (self.pools.blocks, self.pools.rows, self.pools.slots, self.pools.segments)
+        return all(pool.num_free == pool.num_usable for pool in pools if pool is not None)
 
     def _take(self, replies: list[Reply]) -> None:
         for reply in replies:
