@@ -82,12 +82,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixSource:
-    """A store that has blocks first, first + 1, ..., end - 1 of a prompt, and the segments of these ones."""
+    """A store that has blocks first, first + 1, ..., end - 1 of a prompt, none if they are equal."""
 
     store_id: StoreId
     first: int
     end: int
     segments: tuple[int, ...] = ()
+    """Blocks whose segments it has: within that range, or beside it if the range is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

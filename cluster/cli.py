@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from shoal.actors.engine.config import WritePolicy
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype
@@ -50,6 +51,18 @@ def serve(
     ] = "radix",
     kv_cache_dtype: Annotated[KVDtype, typer.Option(help="Type of stored keys and values.")] = "float32",
     memory: Annotated[str | None, typer.Option(help="Memory of one engine, such as 4GiB.")] = None,
+    num_dropped_layers: Annotated[
+        int, typer.Option(min=0, help="The last sliding-window layers that are not stored but recomputed.")
+    ] = 0,
+    kv_store_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory of each node for prefixes; 0 is none. Default: 30% of Ray's objects'."
+        ),
+    ] = None,
+    kv_write_policy: Annotated[
+        WritePolicy, typer.Option(help="What engines save in their node's store, and when.")
+    ] = "write_through",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of one engine.")] = None,
     require_kernels: Annotated[
         bool, typer.Option("--require-kernels", help="Refuse to start on the slow torch reference.")
@@ -75,6 +88,9 @@ def serve(
                 engines=engines,
                 threads=threads,
                 memory_bytes=None if memory is None else parse_size(memory),
+                num_dropped_layers=num_dropped_layers,
+                kv_store_bytes=None if kv_store_memory is None else parse_size(kv_store_memory, or_none=True),
+                kv_write_policy=kv_write_policy,
                 max_model_len=max_model_len,
                 max_queued_requests=max_queued_requests,
                 block_size=block_size,

@@ -1,25 +1,29 @@
 """Makes the cluster's actors in Ray: detached, named in the cluster's namespace, found again by name."""
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import ray
 from ray.exceptions import RayTaskError
 from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import EngineHealth, EngineId, IngressId
+from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
+from shoal.cluster.host_memory import store_budget
+from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec
-from shoal.cluster.supervisor import EngineProcess, RouterProcess
+from shoal.kvstore.actor import StoreActor
+from shoal.kvstore.messages import StoreId, StoreInfo
 
 STOP_GRACE_S = 3.0
 """How long open streams may go on when the cluster is stopped."""
 
-ROUTER, INGRESS, ENGINE_PREFIX = "router", "ingress", "engine-"
+ROUTER, INGRESS, ENGINE_PREFIX, STORE_PREFIX = "router", "ingress", "engine-", "store-"
 
 
 class RayProcess:
@@ -46,21 +50,45 @@ class RayEngine(RayProcess):
 
         return _then(self.actor.health.remote().future(), healthy)
 
-    def introduce(self, router: RouterProcess, ingress_ids: frozenset[IngressId]) -> None:
-        self.actor.introduce.remote(_actor(router), ingress_ids)
+    def introduce(
+        self,
+        router: RouterProcess,
+        ingress_ids: frozenset[IngressId],
+        stores: Mapping[str, StoreProcess],
+        own_store: str | None,
+    ) -> None:
+        self.actor.introduce.remote(_actor(router), ingress_ids, _actors(stores), own_store)
+
+
+class RayStore(RayProcess):
+    def is_on(self, node: str) -> bool:
+        return self.process_id.startswith(_store_prefix(node))
+
+    def introduce(self, router: RouterProcess) -> None:
+        self.actor.introduce.remote(_actor(router))
 
 
 class RayRouter(RayProcess):
-    def set_engines(self, engines: Mapping[str, EngineProcess]) -> None:
-        self.actor.set_engines.remote({name: _actor(engine) for name, engine in engines.items()})
+    def set_members(
+        self,
+        engines: Sequence[tuple[EngineInfo, EngineProcess]],
+        stores: Sequence[tuple[StoreInfo, StoreProcess]],
+    ) -> None:
+        self.actor.set_members.remote(
+            [(info, _actor(engine)) for info, engine in engines],
+            [(info, _actor(store)) for info, store in stores],
+        )
 
 
 class RayIngress(RayProcess):
     def introduce(
-        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
+        self,
+        router: RouterProcess,
+        engines: Mapping[str, EngineProcess],
+        stores: Mapping[str, StoreProcess],
+        fingerprint: bytes,
     ) -> None:
-        actors = {name: _actor(engine) for name, engine in engines.items()}
-        self.actor.introduce.remote(_actor(router), actors, fingerprint)
+        self.actor.introduce.remote(_actor(router), _actors(engines), _actors(stores), fingerprint)
 
     def stop(self) -> None:
         ray.wait([self.actor.stop.remote(STOP_GRACE_S)], timeout=2 * STOP_GRACE_S)
@@ -71,11 +99,17 @@ class RayLauncher:
         self._spec = spec
 
     def engine(self, index: int) -> RayEngine:
-        # A new name each time: an id never means two processes, so nothing stale can be taken for news.
-        name = f"{ENGINE_PREFIX}{index}-{uuid.uuid4().hex[:4]}"
+        name = _new_name(f"{ENGINE_PREFIX}{index}-")
         config = self._spec.engine
         options = {"num_cpus": config.threads, "memory": config.memory_bytes}
         return RayEngine(name, self._launch(name, EngineActor, options, EngineId(name), config))
+
+    def store(self, node: str) -> RayStore:
+        name = _new_name(_store_prefix(node))
+        budget = store_budget(self._spec.kv_store_bytes, object_store_bytes().get(node, 0))
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = {"num_cpus": 0, "scheduling_strategy": here}
+        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
 
     def router(self) -> RayRouter:
         block_size = self._spec.engine.block_size
@@ -88,8 +122,7 @@ class RayLauncher:
         )
 
     def adopt_engines(self) -> list[RayEngine]:
-        names = sorted(name for name in self._names() if name.startswith(ENGINE_PREFIX))
-        return [RayEngine(name, actor) for name in names if (actor := self._find(name)) is not None]
+        return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]
 
     def adopt_router(self) -> RayRouter | None:
         actor = self._find(ROUTER)
@@ -99,7 +132,10 @@ class RayLauncher:
         actor = self._find(INGRESS)
         return None if actor is None else RayIngress(INGRESS, actor)
 
-    def _launch(self, name: str, actor_class: type, options: Mapping[str, float], *args: Any) -> Any:
+    def adopt_stores(self) -> list[RayStore]:
+        return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX)]
+
+    def _launch(self, name: str, actor_class: type, options: Mapping[str, Any], *args: Any) -> Any:
         # The supervisor decides about restarts, so Ray makes none.
         return (
             ray.remote(actor_class)
@@ -109,9 +145,11 @@ class RayLauncher:
             .remote(*args)
         )
 
-    def _names(self) -> set[str]:
+    def _find_all(self, prefix: str) -> list[tuple[str, Any]]:
         named = list_named_actors(all_namespaces=True)
-        return {actor["name"] for actor in named if actor["namespace"] == self._spec.namespace}
+        names = sorted(actor["name"] for actor in named if actor["namespace"] == self._spec.namespace)
+        actors = {name: self._find(name) for name in names if name.startswith(prefix)}
+        return [(name, actor) for name, actor in actors.items() if actor is not None]
 
     def _find(self, name: str) -> Any | None:
         try:
@@ -120,8 +158,31 @@ class RayLauncher:
             return None
 
 
+def object_store_bytes() -> dict[str, int]:
+    """Of each node of this Ray that lives, by its id."""
+    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return {
+        node["NodeID"]: int(node["Resources"].get("object_store_memory", 0))
+        for node in nodes
+        if node["Alive"]
+    }
+
+
+def _new_name(prefix: str) -> str:
+    """Another each time: an id never means two processes, so nothing stale can be taken for news."""
+    return f"{prefix}{uuid.uuid4().hex[:4]}"
+
+
+def _store_prefix(node: str) -> str:
+    return f"{STORE_PREFIX}{node[:8]}-"
+
+
 def _actor(process: Any) -> Any:
     return process.actor
+
+
+def _actors(processes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: process.actor for name, process in processes.items()}
 
 
 def _then(future: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:

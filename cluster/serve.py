@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -17,16 +18,19 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 from rich.console import Console
 
-from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.config import EngineConfig, WritePolicy
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
+from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 from shoal.kvstore.layout import KVDtype
+from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0
@@ -57,6 +61,10 @@ class ServeOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
+    num_dropped_layers: int = 0
+    kv_store_bytes: int | None = None
+    """Of each node; 0 is none."""
+    kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     http: HttpConfig = field(default_factory=HttpConfig)
@@ -77,6 +85,8 @@ def serve(options: ServeOptions, console: Console) -> None:
     )
     _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
     with _connected(options) as dashboard_url, _stop_signal() as stop:
+        if options.kv_store_bytes:
+            check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
         spec = _spec(options, model, _share_of_an_engine(options))
         console.print(
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
@@ -113,6 +123,7 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     if address == "local":
         wanted_cpus = options.engines * (options.threads or 1)
         private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
+        private |= _object_store_of_our_own(options.kv_store_bytes)
     _check_that_somebody_listens(address)
     try:
         context = ray.init(address=address, logging_level=logging.WARNING, **private)
@@ -123,6 +134,14 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _object_store_of_our_own(kv_store_bytes: int | None) -> dict[str, int]:
+    """Just large enough for the KV store if its size was chosen; what is not taken here is for engines."""
+    if kv_store_bytes is None:
+        return {}
+    check_shared_memory(kv_store_bytes, shutil.disk_usage("/dev/shm").total)
+    return {"object_store_memory": needed_object_store_bytes(kv_store_bytes)}
 
 
 def _check_that_somebody_listens(address: str) -> None:
@@ -183,6 +202,7 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
         name=options.name,
         model=model,
         num_engines=options.engines,
+        kv_store_bytes=options.kv_store_bytes,
         http=options.http if options.http.port else replace(options.http, port=_free_port(options.http.host)),
         engine=EngineConfig(
             checkpoint=model.checkpoint,
@@ -195,6 +215,8 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_queued_requests=options.max_queued_requests,
             prefix_cache=options.prefix_cache,
+            num_dropped_layers=options.num_dropped_layers,
+            kv_write_policy=options.kv_write_policy,
             require_kernels=options.require_kernels,
         ),
     )
@@ -248,6 +270,7 @@ def _watch(
     """
     announced = False
     said: tuple[str, ...] = ()
+    stores: set[StoreId] = set()
     heard = time.monotonic()
     while not stop.wait(POLL_S):
         try:
@@ -267,6 +290,10 @@ def _watch(
             if trouble not in said:
                 say(f"{trouble}; trying again")
         said = status.troubles
+        for store in status.stores:
+            if store.store_id not in stores:
+                stores.add(store.store_id)
+                say(f"{store.store_id}: {format_size(store.budget_bytes)} of host memory for prefixes")
         if status.ready and not announced:
             announced = True
             on_ready(status)

@@ -12,6 +12,8 @@ class ClusterSpec:
     model: ModelCard
     engine: EngineConfig
     num_engines: int
+    kv_store_bytes: int | None
+    """Host memory for prefixes, of each node with engines. None: a share of its object store; 0: none."""
     http: HttpConfig
 
     def __post_init__(self) -> None:

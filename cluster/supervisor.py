@@ -1,12 +1,15 @@
 """Reconciles what a cluster is to be with what runs. A plain class: how actors are made is injected."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from shoal.actors.messages import EngineInfo, IngressId, IngressInfo
-from shoal.cluster.watch import Process, Watched
+from shoal.actors.messages import EngineInfo, IngressInfo
+from shoal.cluster.processes import Launcher
+from shoal.cluster.stores import Stores
+from shoal.cluster.watch import Watched
+from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
 """The driver renews its lease far more often; a cluster whose driver is gone tears itself down. Counted in
@@ -14,45 +17,13 @@ ticks and not by the clock, so that a stalled supervisor does not take its own a
 """
 
 
-class EngineProcess(Process, Protocol):
-    def introduce(self, router: "RouterProcess", ingress_ids: frozenset[IngressId]) -> None: ...
-
-
-class RouterProcess(Process, Protocol):
-    def set_engines(self, engines: Mapping[str, EngineProcess]) -> None: ...
-
-
-class IngressProcess(Process, Protocol):
-    def introduce(
-        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
-    ) -> None: ...
-
-    def stop(self) -> None:
-        """Let open streams end within a short grace; returns when they have or the grace is over."""
-        ...
-
-
-class Launcher(Protocol):
-    def engine(self, index: int) -> EngineProcess: ...
-
-    def router(self) -> RouterProcess: ...
-
-    def ingress(self) -> IngressProcess: ...
-
-    def adopt_engines(self) -> Sequence[EngineProcess]:
-        """Engines that an earlier supervisor left running."""
-        ...
-
-    def adopt_router(self) -> RouterProcess | None: ...
-
-    def adopt_ingress(self) -> IngressProcess | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     ingress: IngressInfo | None
     engines: tuple[EngineInfo | None, ...]
     """One an engine wanted; None while it is not ready."""
+    stores: tuple[StoreInfo, ...]
+    """Of those that are ready: the cluster serves without them too."""
     failed: str | None
     """Why the cluster can never become ready, if so."""
     troubles: tuple[str, ...]
@@ -67,7 +38,9 @@ class Supervisor:
     """Call `tick` every half second. Everything it tells the actors is told again each time, so that one
     that was replaced, or missed a call, knows it a tick later."""
 
-    def __init__(self, launcher: Launcher, *, num_engines: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, launcher: Launcher, *, num_engines: int, with_stores: bool, clock: Callable[[], float]
+    ) -> None:
         adopted = launcher.adopt_engines()
         self._engines = [
             Watched(
@@ -79,6 +52,10 @@ class Supervisor:
         ]
         self._router = Watched(launcher.router, clock, launcher.adopt_router())
         self._ingress = Watched(launcher.ingress, clock, launcher.adopt_ingress())
+        self._stores = Stores(launcher, clock)
+        self._with_stores = with_stores
+        self._nodes: list[str | None] = [None] * num_engines
+        """Where each engine was last known to be."""
         self._ticks_of_lease = LEASE_TICKS
         for surplus in adopted[num_engines:]:
             surplus.kill()
@@ -92,6 +69,7 @@ class Supervisor:
         self._ticks_of_lease -= 1
         for watched in self._members.values():
             watched.tick()
+        self._tick_stores()
         self._introduce()
 
     def renew_lease(self) -> None:
@@ -105,8 +83,9 @@ class Supervisor:
         return ClusterStatus(
             ingress=self._ingress.info,
             engines=tuple(engine.info for engine in self._engines),
+            stores=tuple(info for info, _ in self._stores.ready.values()),
             failed=next((member.fatal for member in self._members.values() if member.fatal), None),
-            troubles=tuple(f"{name}: {w.trouble}" for name, w in self._members.items() if w.trouble),
+            troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
 
     def teardown(self) -> None:
@@ -115,14 +94,35 @@ class Supervisor:
             self._ingress.ready.stop()
         for watched in self._members.values():
             watched.kill()
+        self._stores.kill()
+
+    def _troubles(self) -> dict[str, str]:
+        members = {name: member.trouble for name, member in self._members.items() if member.trouble}
+        return members | {f"store on {node[:8]}": said for node, said in self._stores.troubles.items()}
+
+    def _tick_stores(self) -> None:
+        for index, engine in enumerate(self._engines):
+            if engine.ready:
+                self._nodes[index] = engine.info.node
+        nodes = {node for node in self._nodes if node} if self._with_stores else set()
+        self._stores.tick(nodes, all_are_known=all(self._nodes))
 
     def _introduce(self) -> None:
         router, ingress = self._router.ready, self._ingress.ready
-        engines = {engine.ready.process_id: engine.ready for engine in self._engines if engine.ready}
-        if router is not None:
-            router.set_engines(engines)
-        if router is not None and ingress is not None:
-            fingerprint = next((engine.info.fingerprint for engine in self._engines if engine.ready), b"")
-            ingress.introduce(router, engines, fingerprint)
-            for engine in engines.values():
-                engine.introduce(router, frozenset({self._ingress.info.ingress_id}))
+        engines = [(engine.info, engine.ready) for engine in self._engines if engine.ready]
+        if router is None:
+            return
+        on_node = self._stores.ready
+        router.set_members(engines, list(on_node.values()))
+        for _, store in on_node.values():
+            store.introduce(router)
+        if ingress is None:
+            return
+        fingerprint = next((info.fingerprint for info, _ in engines), b"")
+        by_id = {engine.process_id: engine for _, engine in engines}
+        stores = {store.process_id: store for _, store in on_node.values()}
+        ingress.introduce(router, by_id, stores, fingerprint)
+        for info, engine in engines:
+            own = on_node.get(info.node)
+            ingress_ids = frozenset({self._ingress.info.ingress_id})
+            engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)

@@ -22,7 +22,12 @@ class SupervisorActor:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._lock = threading.Lock()
-        self._supervisor = Supervisor(RayLauncher(spec), num_engines=spec.num_engines, clock=time.monotonic)
+        self._supervisor = Supervisor(
+            RayLauncher(spec),
+            num_engines=spec.num_engines,
+            with_stores=spec.kv_store_bytes != 0,
+            clock=time.monotonic,
+        )
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()

@@ -54,10 +54,18 @@ class Watched(Generic[P]):
            └───────────────────┴───────────────────────────┘  kill, wait, launch anew
 
     A ValueError from the first start() is a wrong configuration: `fatal` names it, and nothing is tried
-    again. Once the role has been ready, every failure is tried again, ever more slowly.
+    again. Once the role has been ready, or if the cluster can do without it, every failure is tried again,
+    ever more slowly.
     """
 
-    def __init__(self, launch: Callable[[], P], clock: Callable[[], float], adopted: P | None = None) -> None:
+    def __init__(
+        self,
+        launch: Callable[[], P],
+        clock: Callable[[], float],
+        adopted: P | None = None,
+        *,
+        essential: bool = True,
+    ) -> None:
         self._launch = launch
         self._clock = clock
         self._process: P | None = None
@@ -70,7 +78,7 @@ class Watched(Generic[P]):
         self.fatal: str | None = None
         self.trouble: str | None = None
         """Why it is not ready, if something failed."""
-        self._was_ready = False
+        self._may_be_fatal = essential
         if adopted is not None:
             self._begin(adopted)
 
@@ -119,7 +127,7 @@ class Watched(Generic[P]):
                 self._retry_later(TimeoutError(f"not started within {START_DEADLINE_S:.0f} s"))
             return
         error = call.future.exception()
-        if isinstance(error, ValueError) and not self._was_ready:
+        if isinstance(error, ValueError) and self._may_be_fatal:
             self.fatal = str(error)
             self.kill()
         elif error is not None:
@@ -127,7 +135,7 @@ class Watched(Generic[P]):
         else:
             self.info = call.future.result()
             self.trouble = self._starting = None
-            self._was_ready = True
+            self._may_be_fatal = False
             self._last_answer = self._clock()
 
     def _check_ping(self) -> None:

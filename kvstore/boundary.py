@@ -30,14 +30,21 @@ class BoundaryRule:
     def furthest(self, num_blocks: int, has_segment: Callable[[int], bool]) -> Resume:
         """The resume that leaves the least to compute, of a prefix whose first `num_blocks` blocks are there.
 
-        has_segment: whether the segment of block i is there too.
+        has_segment: whether the segment of block i is there too; asked once of each, the last ones first.
         """
-        for boundary in range(num_blocks, self.num_recomputed, -1):
-            start = boundary - self.num_recomputed
-            if all(has_segment(i) for i in self.segments_at(start)):
-                return Resume(boundary=boundary, start=start)
+        last = num_blocks - self.num_recomputed
+        if not self.num_segments:
+            return self._resume_at(max(0, last))
+        found = 0
+        for i in reversed(range(last)):
+            found = found + 1 if has_segment(i) else 0
+            if found == self.num_segments or (found and i == 0):
+                return self._resume_at(i + found)
         return Resume()
 
     def segments_at(self, start: int) -> range:
         """The blocks whose segments hold the state at the end of block start - 1."""
         return range(max(0, start - self.num_segments), start)
+
+    def _resume_at(self, start: int) -> Resume:
+        return Resume(boundary=start + self.num_recomputed, start=start) if start else Resume()

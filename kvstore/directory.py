@@ -1,4 +1,4 @@
-"""Who holds which prefix block. Plain state: no process, no clock, no bytes."""
+"""Who holds which prefix block, and which state segment. Plain state: no process, no clock, no bytes."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -9,7 +9,7 @@ H = TypeVar("H", bound=Hashable)
 
 
 class Directory(Generic[H]):
-    """Block key → holders. A holder is whatever has blocks: an engine's device, a node's store.
+    """Key → holders. A holder is whatever has blocks and segments: an engine's device, a node's store.
 
     The holders of a key are the bits of one int, so a prefix is matched against all holders at once, and a
     key costs two entries of hash tables however many have it. Each holder's keys are known too, so that
@@ -71,6 +71,14 @@ class Directory(Generic[H]):
             if not left:
                 break
         return matched
+
+    def bit(self, holder: H) -> int:
+        """Stands for the holder in `holders_of` until the directory changes; 0 if it has nothing."""
+        return self._bit.get(holder, 0)
+
+    def holders_of(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Of each key, the bits of its holders."""
+        return [self._holders.get(key, 0) for key in keys]
 
     def check(self) -> None:
         """Raise AssertionError if the two sides disagree."""

@@ -6,10 +6,13 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "512MiB", "4GiB", "1.5G" or "1048576"; units are powers of 1024. Raises ValueError."""
+def parse_size(text: str, *, or_none: bool = False) -> int:
+    """Bytes of "512MiB", "4GiB", "1.5G" or "1048576"; units are powers of 1024. Raises ValueError.
+
+    or_none: 0 is an answer too.
+    """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
+    if match is None or (float(match[1]) == 0 and not or_none):
         raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import StoreId
 from shoal.kvstore.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,13 @@ class EngineActor:
             fingerprint=built.fingerprint,
         )
 
-    async def introduce(self, router: Any, ingress_ids: frozenset[IngressId]) -> None:
+    async def introduce(
+        self,
+        router: Any,
+        ingress_ids: frozenset[IngressId],
+        stores: Mapping[StoreId, Any],
+        own_store: StoreId | None,
+    ) -> None:
         """Report to this router, which may know nothing yet; only these ingresses still listen."""
         self._reporter.introduce(router)
         for gone in self._outboxes.keys() - ingress_ids:

@@ -12,6 +12,7 @@ import uvicorn
 from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
+from shoal.kvstore.messages import StoreId
 
 BACKLOG = 2048
 
@@ -52,11 +53,13 @@ class IngressActor:
         settle()
         return IngressInfo(ingress_id=self._ingress_id, url=url)
 
-    async def introduce(self, router: Any, engines: Mapping[EngineId, Any], fingerprint: bytes) -> None:
+    async def introduce(
+        self, router: Any, engines: Mapping[EngineId, Any], stores: Mapping[StoreId, Any], fingerprint: bytes
+    ) -> None:
         """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
         if fingerprint:
             self._intake.learn_fingerprint(fingerprint)
-        await self._streams.introduce(router, engines)
+        await self._streams.introduce(router, engines, stores)
 
     async def ping(self) -> None:
         """Answers while the event loop turns; raises when the server has ended."""

@@ -28,5 +28,8 @@ class Dispatcher(Protocol):
         ...
 
     async def reset_prefix_cache(self) -> bool:
-        """Every engine forgets the prefixes that no request holds; False if one of them did not answer."""
+        """Every engine forgets the prefixes that no request holds, and every store all that it has.
+
+        False if one of them did not answer.
+        """
         ...

@@ -11,6 +11,7 @@ from shoal.actors.ingress.logprobs import ScoredToken
 from shoal.actors.ingress.metrics import Metrics, TokenTimer
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.ingress.transcript import TextDelta, Transcript
+from shoal.actors.messages import CachedTokens
 
 KEEP_ALIVE_S = 15.0
 
@@ -152,8 +153,13 @@ async def whole_choices(
 
 def total_usage(choices: Sequence[Transcript]) -> Usage:
     usages = [choice.usage for choice in choices]
+    places = [usage.cached_tokens_by_place for usage in usages]
     return Usage.of(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
-        sum(usage.prompt_tokens_details.cached_tokens for usage in usages),
+        CachedTokens(
+            device=sum(place.device for place in places),
+            own_store=sum(place.own_store for place in places),
+            other_store=sum(place.other_store for place in places),
+        ),
     )

@@ -3,6 +3,8 @@
 Labels are bounded: routes, statuses and error codes are ours, never what a client sent.
 """
 
+from dataclasses import fields
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -13,10 +15,12 @@ from prometheus_client import (
 )
 
 from shoal.actors.ingress.protocol import Finish, Usage
+from shoal.actors.messages import CachedTokens
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series beside each
 _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600)
 _NEXT_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 5)
+PLACES = tuple(field.name for field in fields(CachedTokens))
 _REQUEST_S = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 180, 600, 1800)
 
 
@@ -52,8 +56,13 @@ class Metrics:
             registry=registry,
         )
         self._cached_tokens = Counter(
-            "shoal_cached_prompt_tokens", "Tokens of prompts that were not computed again.", registry=registry
+            "shoal_cached_prompt_tokens",
+            "Tokens of prompts that were not computed again, by where they were found.",
+            ["place"],
+            registry=registry,
         )
+        for place in PLACES:  # shown from the start, so that a rate misses nothing
+            self._cached_tokens.labels(place)
         self._completion_tokens = Counter(
             "shoal_completion_tokens", "Tokens of answers, as in usage.", registry=registry
         )
@@ -85,7 +94,8 @@ class Metrics:
 
     def count_tokens(self, usage: Usage) -> None:
         self._prompt_tokens.inc(usage.prompt_tokens)
-        self._cached_tokens.inc(usage.prompt_tokens_details.cached_tokens)
+        for place in PLACES:
+            self._cached_tokens.labels(place).inc(getattr(usage.cached_tokens_by_place, place))
         self._completion_tokens.inc(usage.completion_tokens)
 
 

@@ -9,6 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from shoal.actors.messages import CachedTokens
+
 Finish = Literal["stop", "length"]
 Prompt = str | tuple[int, ...]
 """A text, or the token ids themselves."""
@@ -195,14 +197,17 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    cached_tokens_by_place: CachedTokens
+    """Ours: the same cached tokens by where they were found."""
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> "Usage":
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached: CachedTokens) -> "Usage":
         return cls(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached.total),
+            cached_tokens_by_place=cached,
         )
 
 

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from shoal.actors.messages import (
     EngineId,
@@ -16,7 +16,9 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
+    PlacementReply,
     PlacementRequest,
+    PrefixSource,
     RequestError,
     RequestId,
     TokenBatch,
@@ -24,6 +26,7 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
+from shoal.kvstore.messages import StoreId
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,11 @@ class _Link:
                 self.end(key, abort=True)  # the engine itself may live on
 
 
+_Reset = Coroutine[Any, Any, None]
+_Place = tuple[_Link, tuple[PrefixSource, ...]]
+"""Where a request goes, and where its prefix can be had."""
+
+
 class EngineStreams:
     """Implements `Dispatcher`. Lives on one event loop."""
 
@@ -101,14 +109,18 @@ class EngineStreams:
         self._failed_router: Any = None
         """The one whose last call failed."""
         self._links: dict[EngineId, _Link] = {}
+        self._stores: Mapping[StoreId, Any] = {}
         self._linked = asyncio.Condition()
 
-    async def introduce(self, router: Any, actors: Mapping[EngineId, Any]) -> None:
-        """This router places, and exactly these engines exist.
+    async def introduce(
+        self, router: Any, actors: Mapping[EngineId, Any], stores: Mapping[StoreId, Any]
+    ) -> None:
+        """This router places, and exactly these engines and stores exist.
 
         Requests on an engine that no longer exists end with an error; a stream that broke is opened anew.
         """
         self._router = router
+        self._stores = stores
         for engine_id, link in list(self._links.items()):
             if link.lost or engine_id not in actors:
                 self._links.pop(engine_id).remove()
@@ -132,13 +144,14 @@ class EngineStreams:
         return has_router and any(not link.lost for link in self._links.values())
 
     async def reset_prefix_cache(self) -> bool:
-        """Asks every engine. One that was lost has nothing to reset."""
-        links = [link for link in self._links.values() if not link.lost]
-        answers = await asyncio.gather(*(link.reset_prefix_cache() for link in links), return_exceptions=True)
-        for link, answer in zip(links, answers, strict=True):
-            if isinstance(answer, BaseException):
-                logger.warning("%s did not reset its cache: %s", link.engine_id, type(answer).__name__)
-        return not any(isinstance(answer, BaseException) for answer in answers)
+        """Asks every engine, then every store: what engines have forgotten they cannot save anew.
+
+        One that was lost has nothing to reset.
+        """
+        engines = {e: link.reset_prefix_cache() for e, link in self._links.items() if not link.lost}
+        all_forgot = await _all_succeed(engines)
+        stores = {s: within(CALL_DEADLINE_S, store.reset.remote()) for s, store in self._stores.items()}
+        return await _all_succeed(stores) and all_forgot
 
     @asynccontextmanager
     async def open(
@@ -152,7 +165,7 @@ class EngineStreams:
 
     async def _place(
         self, request: EngineRequest, tried: frozenset[EngineId], *, block_keys: tuple[BlockKey, ...]
-    ) -> _Link | None:
+    ) -> _Place | None:
         """Where the router says, unless we know better: an engine that we lost is not offered again."""
         exclude = tried | {engine_id for engine_id, link in self._links.items() if link.lost}
         while (router := self._router) is not None:
@@ -164,19 +177,19 @@ class EngineStreams:
                 exclude=exclude,
             )
             try:
-                engine_id: EngineId | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
+                reply: PlacementReply | None = await within(CALL_DEADLINE_S, router.place.remote(wanted))
             except (RayError, TimeoutError) as error:
                 if router != self._failed_router:  # one line an outage
                     logger.warning("no request can be placed: %s", type(error).__name__)
                 self._failed_router = router
                 return None
             self._failed_router = None
-            if engine_id is None:
+            if reply is None:
                 return None
-            link = await self._link_to(engine_id)
+            link = await self._link_to(reply.engine_id)
             if link is not None:
-                return link
-            exclude |= {engine_id}
+                return link, reply.sources
+            exclude |= {reply.engine_id}
         return None
 
     async def _link_to(self, engine_id: EngineId) -> _Link | None:
@@ -197,7 +210,7 @@ class _Answer:
     again as the next attempt, on each engine at most once.
     """
 
-    def __init__(self, request: EngineRequest, place: Callable[..., Awaitable[_Link | None]]) -> None:
+    def __init__(self, request: EngineRequest, place: Callable[..., Awaitable[_Place | None]]) -> None:
         self._request = request  # of the latest attempt
         self._place = place
         self._link: _Link | None = None  # where that attempt lives
@@ -205,7 +218,9 @@ class _Answer:
     async def chunks(self) -> AsyncIterator[TokenChunk]:
         failure = _error(*self._key, ErrorKind.NO_ENGINE, "no engine is ready")
         tried: frozenset[EngineId] = frozenset()
-        while (link := await self._place(self._request, tried)) is not None:
+        while (place := await self._place(self._request, tried)) is not None:
+            link, sources = place
+            self._request = replace(self._request, sources=sources)
             inbox = await self._submit(link)
             has_spoken = False
             while True:
@@ -246,6 +261,19 @@ class _Answer:
         if self._link is not None:
             self._link.end(self._key, abort=abort)
             self._link = None
+
+
+async def _all_succeed(resets: Mapping[EngineId, _Reset] | Mapping[StoreId, _Reset]) -> bool:
+    """Those of actors that died meanwhile do: what is gone holds nothing."""
+    answers = await asyncio.gather(*resets.values(), return_exceptions=True)
+    failures = {
+        name: answer
+        for name, answer in zip(resets, answers, strict=True)
+        if isinstance(answer, BaseException) and not isinstance(answer, ActorDiedError)
+    }
+    for name, failure in failures.items():
+        logger.warning("%s did not reset its cache: %s", name, type(failure).__name__)
+    return not failures
 
 
 def _error(request_id: RequestId, attempt: int, kind: ErrorKind, message: str) -> TokenChunk:

@@ -46,7 +46,7 @@ class Transcript:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, self._cached_tokens.total)
+        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, self._cached_tokens)
 
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""

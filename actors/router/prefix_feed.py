@@ -1,11 +1,37 @@
-"""What one engine says of its prefixes, applied to the directory in the order in which it was said."""
+"""What one holder says of its prefixes, applied to the directory in the order in which it was said."""
 
-from shoal.actors.messages import EngineId, EngineReport, PrefixSnapshot
+from collections.abc import Hashable
+from typing import Generic, Protocol, TypeVar
+
+from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.directory import Directory
 
+H = TypeVar("H", bound=Hashable)
 
-class PrefixFeed:
-    """Follows one engine's numbered reports; asks for a snapshot when it has missed one.
+
+class Report(Protocol):
+    """An engine's or a store's, as far as it is about prefixes."""
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def stored(self) -> tuple[BlockKey, ...]: ...
+
+    @property
+    def removed(self) -> tuple[BlockKey, ...]: ...
+
+
+class Snapshot(Protocol):
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def block_keys(self) -> tuple[BlockKey, ...]: ...
+
+
+class PrefixFeed(Generic[H]):
+    """Follows one holder's numbered reports; asks for a snapshot when it has missed one.
 
         BEHIND ──take_request()──▶ ASKED ──snapshot──▶ FOLLOWING
            ▲                         │ it failed          │ a gap
@@ -13,15 +39,15 @@ class PrefixFeed:
 
     A snapshot holds all that was said up to its sequence. Reports that arrive while it is awaited are kept
     and applied on top. So every gap costs one snapshot, however many reports are lost, late or said twice.
-    A feed begins BEHIND: whether its engine is new, or we are, the first snapshot tells.
+    A feed begins BEHIND: whether its holder is new, or we are, the first snapshot tells.
     """
 
-    def __init__(self, engine_id: EngineId, directory: Directory[EngineId]) -> None:
-        self._engine_id = engine_id
+    def __init__(self, holder: H, directory: Directory[H]) -> None:
+        self._holder = holder
         self._directory = directory
         self._sequence = 0  # all up to here is in the directory
         self._behind = True
-        self._kept: dict[int, EngineReport] | None = None  # while a snapshot is awaited
+        self._kept: dict[int, Report] | None = None  # while a snapshot is awaited
 
     @property
     def following(self) -> bool:
@@ -34,18 +60,18 @@ class PrefixFeed:
         self._kept = {}
         return True
 
-    def report(self, report: EngineReport) -> None:
+    def report(self, report: Report) -> None:
         if self._kept is not None:
             self._kept[report.sequence] = report
         elif not self._behind:
             self._follow(report)
 
-    def restore(self, snapshot: PrefixSnapshot) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         if self._kept is None:  # an answer to a question that was given up
             return
         kept, self._kept = self._kept, None
-        self._directory.forget(self._engine_id)
-        self._directory.add(self._engine_id, snapshot.block_keys)
+        self._directory.forget(self._holder)
+        self._directory.add(self._holder, snapshot.block_keys)
         self._sequence, self._behind = snapshot.sequence, False
         for _, report in sorted(kept.items()):
             self._follow(report)
@@ -54,10 +80,10 @@ class PrefixFeed:
         """The snapshot did not come: it may be asked for again."""
         self._kept = None
 
-    def _follow(self, report: EngineReport) -> None:
+    def _follow(self, report: Report) -> None:
         if report.sequence > self._sequence + 1:
             self._behind = True
         elif report.sequence == self._sequence + 1 and not self._behind:
-            self._directory.add(self._engine_id, report.stored)
-            self._directory.discard(self._engine_id, report.removed)
+            self._directory.add(self._holder, report.stored)
+            self._directory.discard(self._holder, report.removed)
             self._sequence = report.sequence

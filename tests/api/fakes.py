@@ -27,6 +27,9 @@ class Script:
     pause_s: float = 0.0
     """Before each chunk."""
     num_cached_tokens: int = 0
+    """On the device,"""
+    num_fetched_tokens: int = 0
+    """and those that the own node's store had beside."""
     finish_reason: FinishReason = FinishReason.LENGTH
     error: RequestError | None = None
     """Said in place of the finish_reason."""
@@ -36,6 +39,10 @@ class Script:
     """A breach of the dispatcher's contract."""
     waits_for: int = 0
     """Says its first token when so many requests are open, and each further one when all have got as far."""
+
+    @property
+    def cached(self) -> CachedTokens:
+        return CachedTokens(device=self.num_cached_tokens, own_store=self.num_fetched_tokens)
 
     @property
     def ends_well(self) -> bool:
@@ -92,11 +99,11 @@ class FakeDispatcher:
         *pieces, last = _cut(script.token_ids[: request.max_tokens], script.chunk_size)
         for index, piece in enumerate(pieces):
             await self._wait(script, index)
-            yield _chunk(request, piece, cached=script.num_cached_tokens)
+            yield _chunk(request, piece, cached=script.cached)
         await self._wait(script, len(pieces))
         if script.ends_well:
             self.finished.append(request)
-            yield _chunk(request, last, script.finish_reason, cached=script.num_cached_tokens)
+            yield _chunk(request, last, script.finish_reason, cached=script.cached)
             return
         if last:
             yield _chunk(request, last)
@@ -132,7 +139,7 @@ def _chunk(
     token_ids: tuple[int, ...],
     finish_reason: FinishReason | None = None,
     error: RequestError | None = None,
-    cached: int | None = None,
+    cached: CachedTokens | None = None,
 ) -> TokenChunk:
     num_top = request.logprobs
     return TokenChunk(
@@ -140,7 +147,7 @@ def _chunk(
         attempt=request.attempt,
         token_ids=token_ids,
         logprobs=() if num_top is None else tuple(logprob_of(token_id, num_top) for token_id in token_ids),
-        cached_tokens=None if cached is None else CachedTokens(device=cached),
+        cached_tokens=cached,
         finish_reason=finish_reason,
         error=error,
     )

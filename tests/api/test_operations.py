@@ -174,7 +174,11 @@ def test_a_client_that_reads_nothing_is_given_up_soon_after_the_deadline(
 
 def test_metrics_tell_what_happened(door: Door) -> None:
     door.dispatcher.script = Script(
-        token_ids=tokens_of("alpha"), pause_s=0.5, num_cached_tokens=4, finish_reason=FinishReason.STOP
+        token_ids=tokens_of("alpha"),
+        pause_s=0.5,
+        num_cached_tokens=4,
+        num_fetched_tokens=1,
+        finish_reason=FinishReason.STOP,
     )
     for stream in (False, True):
         assert door.post("/v1/completions", {"prompt": "the fox", "stream": stream}).status_code == 200
@@ -189,7 +193,9 @@ def test_metrics_tell_what_happened(door: Door) -> None:
         "shoal_http_request_duration_seconds_count{endpoint=/v1/completions}": 3,
         "shoal_choices_finished_total{reason=stop}": 2,
         "shoal_prompt_tokens_total": 2 * len(door.dispatcher.opened[0].prompt_token_ids),
-        "shoal_cached_prompt_tokens_total": 2 * 4,
+        "shoal_cached_prompt_tokens_total{place=device}": 2 * 4,
+        "shoal_cached_prompt_tokens_total{place=own_store}": 2 * 1,
+        "shoal_cached_prompt_tokens_total{place=other_store}": 0,
         "shoal_completion_tokens_total": 2 * len(tokens_of("alpha")),
         "shoal_time_to_first_token_seconds_count": 2,
         "shoal_time_to_first_token_seconds_sum": 2 * 0.5,
@@ -209,7 +215,7 @@ def test_a_prompt_is_counted_once_an_engine_has_computed_it(door: Door) -> None:
     assert door.post("/v1/completions", {"prompt": ["fox", "the"]}).status_code == 503
     metrics = door.metrics()
     assert metrics["shoal_prompt_tokens_total"] == 1 + len(tokens_of("the"))
-    assert metrics["shoal_cached_prompt_tokens_total"] == 2
+    assert metrics["shoal_cached_prompt_tokens_total{place=device}"] == 2
 
 
 def test_a_client_that_leaves_is_counted_as_one(http: httpx.Client, dispatcher: FakeDispatcher) -> None:

@@ -17,7 +17,10 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 @pytest.fixture(autouse=True)
 def an_answer(dispatcher: FakeDispatcher) -> None:
     dispatcher.script = Script(
-        token_ids=(*tokens_of("alpha"), EOS), finish_reason=FinishReason.STOP, num_cached_tokens=20
+        token_ids=(*tokens_of("alpha"), EOS),
+        finish_reason=FinishReason.STOP,
+        num_cached_tokens=15,
+        num_fetched_tokens=5,
     )
 
 
@@ -56,6 +59,7 @@ def test_case_70_usage_comes_last_and_is_null_before(http: httpx.Client) -> None
         "completion_tokens": 3,
         "total_tokens": 25,
         "prompt_tokens_details": {"cached_tokens": 20},
+        "cached_tokens_by_place": {"device": 15, "own_store": 5, "other_store": 0},
     }
 
 

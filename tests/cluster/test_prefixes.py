@@ -25,9 +25,9 @@ def cached_tokens(served: Served, *tail: int, prefix: tuple[int, ...] = SHARED) 
 
 
 def believed(served: Served) -> dict[str, Keys]:
-    """What the router holds to be where; nothing of engines that it has yet to ask."""
+    """What the router holds to be on which engine; nothing of engines that it has yet to ask."""
     answer: dict[str, Keys] = ray.get(served.actor("router").held.remote(), timeout=10)
-    return answer
+    return {name: keys for name, keys in answer.items() if name in served.engine_names()}
 
 
 def true(served: Served) -> dict[str, Keys]:

@@ -39,6 +39,10 @@ def serve(*arguments: str) -> str:
         (["--revision", "main"], "needs a hub id"),
         (["--kv-cache-dtype", "fp8"], "float32"),
         (["--port", "70000"], "--port"),
+        (["--kv-store-memory", "some"], "'some' is not a memory size"),
+        (["--kv-write-policy", "sometimes"], "write_through"),
+        (["--num-dropped-layers", "-1"], "--num-dropped-layers"),
+        (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),
         (["--engines", "0"], "--engines"),
     ],
 )
@@ -74,6 +78,12 @@ def test_a_ray_that_does_not_answer(checkpoint: str) -> None:
 )
 def test_sizes(text: str, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
+
+
+def test_0_is_a_size_where_none_is_an_answer() -> None:
+    assert (parse_size("0", or_none=True), parse_size("2KiB", or_none=True)) == (0, 2048)
+    with pytest.raises(ValueError, match="is not a memory size"):
+        parse_size("0")
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 elephants", "1e9"])

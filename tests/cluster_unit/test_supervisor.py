@@ -1,14 +1,16 @@
 """The supervisor over fake processes and a fake clock: what it starts, replaces, adopts and ends."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
-from shoal.cluster.supervisor import LEASE_TICKS, EngineProcess, RouterProcess, Supervisor
+from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
+from shoal.cluster.supervisor import LEASE_TICKS, Supervisor
 from shoal.cluster.watch import PING_DEADLINE_S, START_DEADLINE_S
+from shoal.kvstore.messages import StoreId, StoreInfo
 
 
 @dataclass
@@ -43,22 +45,52 @@ class FakeProcess:
 
 
 class FakeEngine(FakeProcess):
-    def introduce(self, router: RouterProcess, ingress_ids: frozenset[IngressId]) -> None:
-        self.told.append((router.process_id, set(ingress_ids)))
+    def introduce(
+        self,
+        router: RouterProcess,
+        ingress_ids: frozenset[IngressId],
+        stores: Mapping[str, StoreProcess],
+        own_store: str | None,
+    ) -> None:
+        self.told.append((router.process_id, set(ingress_ids), sorted(stores), own_store))
+
+
+class FakeStore(FakeProcess):
+    def __init__(self, process_id: str, node: str) -> None:
+        store_id = StoreId(process_id)
+        super().__init__(process_id, StoreInfo(store_id=store_id, node=node, budget_bytes=1 << 30))
+        self.node = node
+
+    def is_on(self, node: str) -> bool:
+        return node == self.node
+
+    def introduce(self, router: RouterProcess) -> None:
+        self.told.append(router.process_id)
 
 
 class FakeRouter(FakeProcess):
-    def set_engines(self, engines: Mapping[str, EngineProcess]) -> None:
-        self.told.append(sorted(engines))
+    def set_members(
+        self,
+        engines: Sequence[tuple[EngineInfo, EngineProcess]],
+        stores: Sequence[tuple[StoreInfo, StoreProcess]],
+    ) -> None:
+        assert [info.engine_id for info, _ in engines] == [process.process_id for _, process in engines]
+        assert [info.store_id for info, _ in stores] == [process.process_id for _, process in stores]
+        self.told.append([process.process_id for _, process in (*engines, *stores)])
 
 
 class FakeIngress(FakeProcess):
     stopped = False
 
     def introduce(
-        self, router: RouterProcess, engines: Mapping[str, EngineProcess], fingerprint: bytes
+        self,
+        router: RouterProcess,
+        engines: Mapping[str, EngineProcess],
+        stores: Mapping[str, StoreProcess],
+        fingerprint: bytes,
     ) -> None:
         self.told.append((router.process_id, sorted(engines), fingerprint))
+        self.stores = sorted(stores)
 
     def stop(self) -> None:
         self.stopped = True
@@ -69,7 +101,11 @@ class FakeLauncher:
     engines: list[FakeEngine] = field(default_factory=list)
     routers: list[FakeRouter] = field(default_factory=list)
     ingresses: list[FakeIngress] = field(default_factory=list)
+    stores: list[FakeStore] = field(default_factory=list)
     to_adopt: list[FakeEngine] = field(default_factory=list)
+    stores_to_adopt: list[FakeStore] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=lambda: ["n"])
+    """Of the engines, in turn."""
     failures: int = 0
 
     def engine(self, index: int) -> FakeEngine:
@@ -77,7 +113,7 @@ class FakeLauncher:
             self.failures -= 1
             raise RuntimeError("the name is still taken")
         name = f"engine-{index}-{len(self.engines)}"
-        self.engines.append(an_engine(name))
+        self.engines.append(an_engine(name, self.nodes[index % len(self.nodes)]))
         return self.engines[-1]
 
     def router(self) -> FakeRouter:
@@ -89,6 +125,10 @@ class FakeLauncher:
         self.ingresses.append(FakeIngress("ingress", IngressInfo(ingress_id=ingress_id, url="http://x")))
         return self.ingresses[-1]
 
+    def store(self, node: str) -> FakeStore:
+        self.stores.append(FakeStore(f"store-{node}-{len(self.stores)}", node))
+        return self.stores[-1]
+
     def adopt_engines(self) -> list[FakeEngine]:
         return self.to_adopt
 
@@ -98,20 +138,31 @@ class FakeLauncher:
     def adopt_ingress(self) -> FakeIngress | None:
         return None
 
+    def adopt_stores(self) -> list[FakeStore]:
+        return self.stores_to_adopt
 
-def an_engine(name: str) -> FakeEngine:
-    info = EngineInfo(engine_id=EngineId(name), node="n", backend="b", memory="m", fingerprint=b"f")
+
+def an_engine(name: str, node: str = "n") -> FakeEngine:
+    info = EngineInfo(engine_id=EngineId(name), node=node, backend="b", memory="m", fingerprint=b"f")
     return FakeEngine(name, info)
 
 
 @dataclass
 class Cluster:
     num_engines: int = 2
+    with_stores: bool = False
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.supervisor = Supervisor(self.launcher, num_engines=self.num_engines, clock=self.clock)
+        self.supervisor = Supervisor(
+            self.launcher, num_engines=self.num_engines, with_stores=self.with_stores, clock=self.clock
+        )
+
+    @property
+    def processes(self) -> tuple[FakeProcess, ...]:
+        launcher = self.launcher
+        return (*launcher.routers, *launcher.ingresses, *launcher.engines, *launcher.stores)
 
     def tick(self, *, after_s: float = 0.0) -> None:
         self.clock.now += after_s
@@ -119,13 +170,13 @@ class Cluster:
 
     def all_ready(self) -> None:
         self.tick()
-        for process in (*self.launcher.routers, *self.launcher.ingresses, *self.launcher.engines):
+        for process in self.processes:
             if not process.started.done():
                 process.become_ready()
         self.tick()
 
     def all_answer(self) -> None:
-        for process in (*self.launcher.routers, *self.launcher.ingresses, *self.launcher.engines):
+        for process in self.processes:
             for ping in process.pings:
                 if not ping.done():
                     ping.set_result(True)
@@ -150,7 +201,7 @@ def test_everybody_is_told_of_everybody_who_is_ready() -> None:
     names = ["engine-0-0", "engine-1-1"]
     assert cluster.launcher.routers[0].told[-1] == names
     assert cluster.launcher.ingresses[0].told[-1] == ("router", names, b"f")
-    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"})
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"}, [], None)
 
 
 def test_an_ingress_that_is_ready_before_the_engines_hears_later_what_names_their_prefixes() -> None:
@@ -246,7 +297,7 @@ def test_an_ingress_that_is_replaced_is_told_to_the_engines_by_its_new_id() -> N
     cluster.launcher.ingresses[1].become_ready()
     cluster.all_answer()
     cluster.tick()
-    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-1"})
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-1"}, [], None)
 
 
 def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> None:
@@ -315,5 +366,107 @@ def test_teardown_stops_the_front_door_and_kills_everything() -> None:
     cluster.all_ready()
     cluster.supervisor.teardown()
     assert cluster.launcher.ingresses[0].stopped
-    everything = (*cluster.launcher.routers, *cluster.launcher.ingresses, *cluster.launcher.engines)
-    assert all(process.killed for process in everything)
+    assert all(process.killed for process in cluster.processes)
+
+
+def with_stores(*nodes: str, **launcher: Any) -> Cluster:
+    """Two engines on these nodes, and whatever is beside them."""
+    cluster = Cluster(with_stores=True, launcher=FakeLauncher(nodes=list(nodes), **launcher))
+    cluster.all_ready()
+    for store in cluster.launcher.stores:
+        store.become_ready()
+    cluster.tick()
+    return cluster
+
+
+def test_each_node_that_hosts_engines_has_a_store_and_all_are_told_of_all() -> None:
+    cluster = with_stores("east", "west")
+    launcher, names = cluster.launcher, ["store-east-0", "store-west-1"]
+    assert [store.process_id for store in launcher.stores] == names
+    assert launcher.routers[0].told[-1] == ["engine-0-0", "engine-1-1", *names]
+    assert launcher.ingresses[0].stores == names
+    assert [engine.told[-1] for engine in launcher.engines] == [
+        ("router", {"ingress-0"}, names, "store-east-0"),
+        ("router", {"ingress-0"}, names, "store-west-1"),
+    ]
+    assert [store.told[-1] for store in launcher.stores] == ["router", "router"]
+    assert [info.store_id for info in cluster.supervisor.status().stores] == names
+    assert len(with_stores("east").launcher.stores) == 1, "both engines are there"
+
+
+def test_without_stores_there_are_none() -> None:
+    cluster = Cluster()
+    cluster.all_ready()
+    assert (cluster.launcher.stores, cluster.supervisor.status().stores) == ([], ())
+
+
+def test_the_cluster_serves_before_its_stores_are_there_and_without_them() -> None:
+    cluster = Cluster(with_stores=True)
+    cluster.all_ready()
+    (store,) = cluster.launcher.stores
+    assert cluster.supervisor.status().ready
+    store.started.set_exception(ValueError("no room for 1 GiB"))
+    cluster.tick()
+    status = cluster.supervisor.status()
+    assert (status.ready, status.failed, status.troubles) == (
+        True,
+        None,
+        ("store on n: ValueError: no room for 1 GiB",),
+    )
+    cluster.tick(after_s=1.0)
+    cluster.launcher.stores[1].become_ready()
+    cluster.all_answer()
+    cluster.tick()
+    assert cluster.supervisor.status().troubles == ()
+
+
+def test_35_a_store_that_dies_is_replaced_under_a_new_name() -> None:
+    cluster = with_stores("east", "west")
+    cluster.tick(after_s=1.0)
+    cluster.launcher.stores[0].pings[0].set_exception(RuntimeError("actor died"))
+    cluster.tick()
+    assert cluster.supervisor.status().ready and cluster.launcher.stores[0].killed
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"}, ["store-west-1"], None)
+    cluster.all_answer()
+    cluster.tick(after_s=1.0)
+    assert cluster.launcher.stores[2].process_id == "store-east-2"
+
+
+def test_a_store_stays_while_its_engine_is_replaced_and_ends_when_that_is_elsewhere() -> None:
+    cluster = with_stores("east", "west")
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[0].pings[0].set_exception(RuntimeError("node died"))
+    cluster.all_answer()
+    cluster.tick()
+    cluster.launcher.nodes = ["west"]
+    cluster.tick(after_s=1.0)
+    assert not cluster.launcher.stores[0].killed, "the engine may come back where its prefixes are"
+    cluster.launcher.engines[2].become_ready()
+    cluster.all_answer()
+    cluster.tick()
+    assert [store.killed for store in cluster.launcher.stores] == [True, False]
+    assert cluster.launcher.routers[0].told[-1] == ["engine-0-2", "engine-1-1", "store-west-1"]
+
+
+def test_a_restarted_supervisor_adopts_stores_where_engines_are_and_ends_the_others() -> None:
+    left = [FakeStore("old", "east"), FakeStore("older", "east"), FakeStore("lonely", "north")]
+    cluster = Cluster(with_stores=True, launcher=FakeLauncher(nodes=["east"], stores_to_adopt=left))
+    cluster.tick()
+    assert not any(store.killed for store in left), "where the engines are is not known yet"
+    left[0].become_ready()
+    cluster.all_ready()
+    cluster.tick()
+    assert [store.killed for store in left] == [False, True, True]
+    assert cluster.launcher.stores == []
+    assert [info.store_id for info in cluster.supervisor.status().stores] == ["old"]
+
+
+def test_teardown_ends_stores_too_also_those_that_were_not_adopted_yet() -> None:
+    left = FakeStore("old", "north")
+    cluster = with_stores("east", stores_to_adopt=[])
+    cluster.supervisor.teardown()
+    assert all(store.killed for store in cluster.launcher.stores)
+    cluster = Cluster(with_stores=True, launcher=FakeLauncher(stores_to_adopt=[left]))
+    cluster.tick()
+    cluster.supervisor.teardown()
+    assert left.killed

@@ -16,7 +16,9 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
+    PlacementReply,
     PlacementRequest,
+    PrefixSource,
     RequestError,
     RequestId,
     TokenBatch,
@@ -24,6 +26,7 @@ from shoal.actors.messages import (
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import StoreId
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
 KEYS = (BlockKey(b"first block"),)
@@ -120,6 +123,7 @@ class FakeRouter:
         self.ping = Method(lambda: Ref(self.error))
         self.error: Exception | None = None
         self.asked: list[PlacementRequest] = []
+        self.sources: tuple[PrefixSource, ...] = ()
         self._engines = engines
 
     def _place(self, request: PlacementRequest) -> Ref:
@@ -127,7 +131,7 @@ class FakeRouter:
         if self.error is not None:
             return Ref(self.error)
         left = [engine for engine in self._engines if engine not in request.exclude]
-        return Ref(left[0] if left else None)
+        return Ref(PlacementReply(engine_id=left[0], sources=self.sources) if left else None)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -147,7 +151,7 @@ def only_error(chunks: list[TokenChunk]) -> ErrorKind:
 
 async def _a_request_to_its_end() -> None:
     engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
-    await streams.introduce(router, {A: engine})
+    await streams.introduce(router, {A: engine}, {})
     engine.say(5)
     engine.say(66, attempt=2)
     engine.say(6, end=FinishReason.LENGTH)
@@ -165,7 +169,7 @@ def test_a_request_to_its_end() -> None:
 
 async def _leaving_early_aborts() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(5)
     async with streams.open(REQUEST, KEYS) as chunks:
         await anext(chunks)
@@ -180,7 +184,7 @@ def test_leaving_early_aborts_and_the_abort_cannot_overtake_the_submit() -> None
 
 async def _an_engine_that_dies() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(5)
     engine.answer.append(ActorDiedError())
     chunks = await all_chunks(streams)
@@ -196,7 +200,7 @@ def test_an_engine_that_dies_ends_its_requests_with_an_error() -> None:
 async def _a_lost_engine_is_not_offered_again() -> None:
     dead, alive = FakeEngine(), FakeEngine()
     streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
-    await streams.introduce(router, {A: dead, B: alive})
+    await streams.introduce(router, {A: dead, B: alive}, {})
     dead.outbox.put_nowait(ActorDiedError())
     await asyncio.sleep(0.01)  # the pump hears of it; neither router nor supervisor knows yet
     alive.say(7, end=FinishReason.LENGTH)
@@ -211,13 +215,13 @@ def test_an_engine_known_to_be_lost_is_not_placed_on() -> None:
 
 async def _a_broken_stream_is_opened_anew() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.answer.append(ActorUnavailableError("a blip of the network", None))
     assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
     assert len(engine.aborted) == 1, "the engine lives and would go on computing for nobody"
     assert not streams.ready()
     engine.answer.clear()
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(7, end=FinishReason.LENGTH)
     assert [chunk.token_ids for chunk in await all_chunks(streams)] == [(7,)]
     assert engine.num_streams == 2
@@ -230,7 +234,7 @@ def test_a_stream_that_breaks_while_its_engine_lives_is_opened_anew() -> None:
 async def _nobody_to_ask() -> None:
     streams = EngineStreams(IngressId("i"))
     assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
-    await streams.introduce(FakeRouter(), {})
+    await streams.introduce(FakeRouter(), {}, {})
     assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
     assert not streams.ready()
 
@@ -242,7 +246,7 @@ def test_without_a_router_or_engines_there_is_an_answer_at_once() -> None:
 async def _a_submit_that_fails() -> None:
     engine = FakeEngine(submit_error=ActorDiedError())
     streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
     assert len(engine.aborted) == 1, "it may have arrived all the same"
 
@@ -254,7 +258,7 @@ def test_a_submit_that_fails_is_an_error_of_its_request() -> None:
 async def _before_a_word(make_fail: Callable[[FakeEngine], None]) -> None:
     failing, idle = FakeEngine(), FakeEngine()
     streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
-    await streams.introduce(router, {A: failing, B: idle})
+    await streams.introduce(router, {A: failing, B: idle}, {})
     make_fail(failing)
     idle.say(6, attempt=1)
     idle.say(7, attempt=2)
@@ -289,7 +293,7 @@ def test_what_fails_before_a_word_is_said_is_placed_again(make_fail: Callable[[F
 async def _every_engine_is_full() -> None:
     engines = {A: FakeEngine(), B: FakeEngine()}
     streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
-    await streams.introduce(router, engines)
+    await streams.introduce(router, engines, {})
     engines[A].fail(ErrorKind.ENGINE_LOST, attempt=1)
     engines[B].fail(ErrorKind.OVERLOADED, attempt=2)
     assert only_error(await all_chunks(streams)) is ErrorKind.OVERLOADED
@@ -303,7 +307,7 @@ def test_each_engine_is_asked_once_and_the_last_refusal_stands() -> None:
 async def _a_failure_of_the_request() -> None:
     engine, other = FakeEngine(), FakeEngine()
     streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A, B), {A: engine, B: other})
+    await streams.introduce(FakeRouter(A, B), {A: engine, B: other}, {})
     engine.fail(ErrorKind.INTERNAL)
     assert only_error(await all_chunks(streams)) is ErrorKind.INTERNAL
     assert other.submitted == []
@@ -316,7 +320,7 @@ def test_a_request_that_no_engine_can_compute_is_not_tried_on_another() -> None:
 async def _a_prompt_that_was_scored() -> None:
     engine, other = FakeEngine(), FakeEngine()
     streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A, B), {A: engine, B: other})
+    await streams.introduce(FakeRouter(A, B), {A: engine, B: other}, {})
     scored = TokenChunk(request_id=RequestId("r"), attempt=1, prompt_logprobs=(TokenLogprob(logprob=-1.0),))
     engine.answer.append(TokenBatch(chunks=(scored,)))
     engine.answer.append(ActorDiedError())
@@ -332,7 +336,7 @@ def test_after_its_first_words_a_request_is_not_begun_again() -> None:
 async def _leaving_the_second_attempt() -> None:
     full, busy = FakeEngine(), FakeEngine()
     streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A, B), {A: full, B: busy})
+    await streams.introduce(FakeRouter(A, B), {A: full, B: busy}, {})
     full.fail(ErrorKind.OVERLOADED)
     busy.say(5, attempt=2)
     async with streams.open(REQUEST, KEYS) as chunks:
@@ -347,19 +351,19 @@ def test_leaving_aborts_the_attempt_that_lives() -> None:
 
 async def _a_router_that_fails() -> None:
     engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
-    await streams.introduce(router, {A: engine})
+    await streams.introduce(router, {A: engine}, {})
     assert streams.ready()
     router.error = ActorDiedError()
     assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
     assert not streams.ready()
-    await streams.introduce(router, {A: engine})
+    await streams.introduce(router, {A: engine}, {})
     assert not streams.ready(), "it still does not answer"
     router.error = None
-    await streams.introduce(router, {A: engine})
+    await streams.introduce(router, {A: engine}, {})
     assert streams.ready()
     router.error = ActorDiedError()
     await all_chunks(streams)
-    await streams.introduce(FakeRouter(A), {A: engine})
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
     assert streams.ready(), "another has taken its place"
 
 
@@ -374,14 +378,58 @@ async def _resetting_the_prefix_caches() -> None:
         FakeEngine(),
     )
     streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: alive, B: dead})
+    await streams.introduce(FakeRouter(A), {A: alive, B: dead}, {})
     dead.outbox.put_nowait(ActorDiedError())
     await asyncio.sleep(0.01)  # the pump hears of it
     assert await streams.reset_prefix_cache(), "what is gone holds nothing"
-    await streams.introduce(FakeRouter(A), {A: alive, B: mute})
+    await streams.introduce(FakeRouter(A), {A: alive, B: mute}, {})
     assert not await streams.reset_prefix_cache()
     assert (alive.num_resets, mute.num_resets, dead.num_resets) == (2, 1, 0)
 
 
 def test_resetting_asks_every_engine_and_says_if_one_did_not_answer() -> None:
     run(_resetting_the_prefix_caches())
+
+
+@dataclass
+class FakeStore:
+    error: Exception | None = None
+    engine: FakeEngine | None = None
+    """Must have been reset by then, or it would save its prefixes anew."""
+    num_resets: int = 0
+
+    def __post_init__(self) -> None:
+        self.reset = Method(self._reset)
+
+    def _reset(self) -> Ref:
+        assert self.engine is None or self.engine.num_resets
+        self.num_resets += 1
+        return Ref(self.error)
+
+
+async def _resetting_the_stores() -> None:
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    alive, dead, mute = FakeStore(engine=engine), FakeStore(ActorDiedError()), FakeStore(TimeoutError())
+    stores = {StoreId("alive"): alive, StoreId("dead"): dead}
+    await streams.introduce(FakeRouter(A), {A: engine}, stores)
+    assert await streams.reset_prefix_cache(), "what is gone holds nothing"
+    assert (alive.num_resets, dead.num_resets) == (1, 1)
+    await streams.introduce(FakeRouter(A), {A: engine}, {StoreId("mute"): mute})
+    assert not await streams.reset_prefix_cache()
+
+
+def test_resetting_empties_the_stores_after_the_engines() -> None:
+    run(_resetting_the_stores())
+
+
+async def _where_the_prefix_is() -> None:
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
+    router.sources = (PrefixSource(store_id=StoreId("s"), first=0, end=1),)
+    await streams.introduce(router, {A: engine}, {})
+    engine.say(5, end=FinishReason.LENGTH)
+    await all_chunks(streams)
+    assert engine.submitted == [replace(REQUEST, sources=router.sources)]
+
+
+def test_the_engine_is_told_where_the_prefix_can_be_had() -> None:
+    run(_where_the_prefix_is())

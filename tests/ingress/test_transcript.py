@@ -60,7 +60,7 @@ def test_tokens_become_text_and_are_counted() -> None:
     said = transcript()
     assert said.feed(chunk("alpha")) == TextDelta(text="alpha")
     assert said.feed(chunk(" beta", FinishReason.LENGTH)) == TextDelta(text=" beta", finish_reason="length")
-    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=5, cached_tokens=0)
+    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=5, cached=CachedTokens())
 
 
 def test_the_stop_token_is_counted_and_not_shown() -> None:
@@ -170,9 +170,10 @@ def test_a_stop_string_does_not_end_an_answer_that_is_too_short() -> None:
 
 def test_cached_tokens_are_in_the_usage() -> None:
     said = transcript()
-    said.feed(replace(chunk("alpha"), cached_tokens=CachedTokens(device=2)))
+    place = CachedTokens(device=1, other_store=1)
+    said.feed(replace(chunk("alpha"), cached_tokens=place))
     said.feed(chunk("alpha", FinishReason.LENGTH))
-    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached_tokens=2)
+    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached=place)
 
 
 def echoing(
@@ -216,7 +217,7 @@ def test_an_echo_alone_says_nothing_else() -> None:
     said = echoing("t", [BOS, token_id(TOKENIZER, "t")], silent=True)
     delta = said.feed(scored_chunk([EOS], FinishReason.STOP))
     assert (delta.text, delta.finish_reason) == ("t", "length")
-    assert said.usage == Usage.of(prompt_tokens=2, completion_tokens=0, cached_tokens=0)
+    assert said.usage == Usage.of(prompt_tokens=2, completion_tokens=0, cached=CachedTokens())
 
 
 def test_an_echo_without_logprobs_is_only_text() -> None:

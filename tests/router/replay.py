@@ -1,6 +1,6 @@
 """Replays a trace of requests on simulated engines: how much is hit, and how evenly work falls.
 
-    python -m tests.router.replay TRACE.jsonl --tokens-per-s 6000
+    python -m tests.router.replay TRACE.jsonl --tokens-per-s 6000 --engines-per-node 2
 
 A line of the trace is one request: {"timestamp": ms, "input_length": tokens, "output_length": tokens,
 "hash_ids": [one a block of 512 tokens]}.
@@ -17,13 +17,24 @@ from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean
 
-from shoal.actors.messages import EngineId, EngineReport, PlacementRequest, PrefixSnapshot, RequestId
+from shoal.actors.messages import (
+    EngineId,
+    EngineInfo,
+    EngineReport,
+    PlacementRequest,
+    PrefixSnapshot,
+    PrefixSource,
+    RequestId,
+)
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import KEY_BYTES, BlockKey
+from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
 
 REPORT_S = 0.05
 DRAW_S = 0.02
 """One output token."""
+OWN_FETCH_RATE, OTHER_FETCH_RATE = 100.0, 10.0
+"""So many tokens are fetched from the own node's store, or from another's, while one is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +51,8 @@ class Outcome:
     """Of all prompt tokens."""
     computed_tokens: tuple[int, ...]
     """By each engine."""
+    fetched_share: float
+    """Of all prompt tokens: hits that stores brought."""
     first_token_s: tuple[float, ...]
     """Of each request, shortest first."""
 
@@ -51,7 +64,8 @@ class Outcome:
         waits = self.first_token_s
         p50, p99 = waits[len(waits) // 2], waits[len(waits) * 99 // 100]
         return (
-            f"hit {100 * self.hit_share:.1f}%, computed tokens max / mean {self.imbalance:.2f}, "
+            f"hit {100 * self.hit_share:.1f}% (fetched {100 * self.fetched_share:.1f}%), "
+            f"computed tokens max / mean {self.imbalance:.2f}, "
             f"first token mean {mean(waits):.2f} s, p50 {p50:.2f} s, p99 {p99:.2f} s"
         )
 
@@ -61,6 +75,7 @@ class Engine:
     """Computes prompts one after the other and keeps every block; draws beside that without slowing down."""
 
     engine_id: EngineId
+    node: str
     held: set[BlockKey] = field(default_factory=set)
     queue: deque[Request] = field(default_factory=deque)
     num_requests: int = 0
@@ -72,22 +87,59 @@ class Engine:
     is_reporting: bool = False
 
 
+@dataclass
+class Store:
+    """A node's: keeps every block that its engines computed or fetched."""
+
+    store_id: StoreId
+    node: str
+    held: set[BlockKey] = field(default_factory=set)
+    sequence: int = 0
+
+    def report(self, keys: Iterable[BlockKey]) -> StoreReport:
+        new = tuple(key for key in keys if key not in self.held)
+        self.held.update(new)
+        self.sequence += 1
+        return StoreReport(store_id=self.store_id, sequence=self.sequence, stored=new)
+
+
 class Replay:
     """Events in time order; each is a function that may plan others."""
 
-    def __init__(self, *, num_engines: int, block_size: int, tokens_per_s: float) -> None:
+    def __init__(
+        self, *, num_engines: int, block_size: int, tokens_per_s: float, engines_per_node: int = 0
+    ) -> None:
+        """engines_per_node: each node has a store; 0 is without stores."""
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = count()
         self._block_size = block_size
         self._tokens_per_s = tokens_per_s
-        self._engines = {EngineId(f"engine-{i}"): Engine(EngineId(f"engine-{i}")) for i in range(num_engines)}
+        nodes = [f"node-{i // (engines_per_node or 1)}" for i in range(num_engines)]
+        engines = [Engine(EngineId(f"engine-{i}"), node) for i, node in enumerate(nodes)]
+        stores = [Store(StoreId(f"store of {node}"), node) for node in sorted(set(nodes))]
+        self._engines = {engine.engine_id: engine for engine in engines}
+        self._stores = {store.node: store for store in stores if engines_per_node}
         self._placement = CheapestEngine(block_size=block_size, clock=lambda: self._now)
-        self._placement.set_engines(self._engines)
-        for engine_id in self._placement.take_snapshot_requests():
-            self._placement.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
+        self._introduce()
         self._first_token_s: list[float] = []
         self._num_prompt_tokens = 0
+        self._fetched_tokens = 0
+
+    def _introduce(self) -> None:
+        self._placement.set_engines(
+            EngineInfo(engine_id=engine.engine_id, node=engine.node, backend="", memory="", fingerprint=b"")
+            for engine in self._engines.values()
+        )
+        self._placement.set_stores(
+            StoreInfo(store_id=store.store_id, node=node, budget_bytes=1)
+            for node, store in self._stores.items()
+        )
+        self._placement.take_snapshot_requests()
+        for engine_id in self._engines:
+            self._placement.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
+        for store in self._stores.values():
+            self._placement.restore(StoreSnapshot(store_id=store.store_id, sequence=0, block_keys=()))
 
     def run(self, requests: Iterable[Request]) -> Outcome:
         for request in requests:
@@ -99,6 +151,7 @@ class Replay:
         return Outcome(
             hit_share=1 - sum(computed) / self._num_prompt_tokens,
             computed_tokens=computed,
+            fetched_share=self._fetched_tokens / self._num_prompt_tokens,
             first_token_s=tuple(sorted(self._first_token_s)),
         )
 
@@ -118,13 +171,38 @@ class Replay:
         assert placed is not None
         engine = self._engines[placed.engine_id]
         engine.received.append((request_id, 1))
-        engine.queue.append(request)
         engine.num_requests += 1
         engine.uncomputed_tokens += request.num_prompt_tokens
         self._num_prompt_tokens += request.num_prompt_tokens
         self._report_soon(engine)
+        fetch_s = self._fetch(engine, request, placed.sources)
+        self._at(self._now + fetch_s, partial(self._enqueue, engine, request))
+
+    def _fetch(self, engine: Engine, request: Request, sources: Iterable[PrefixSource]) -> float:
+        """How long it takes; what is fetched counts as held from now on."""
+        seconds = 0.0
+        by_id = {store.store_id: store for store in self._stores.values()}
+        for source in sources:
+            store = by_id[source.store_id]
+            keys = [k for k in request.block_keys[source.first : source.end] if k not in engine.held]
+            assert store.held.issuperset(keys)
+            rate = OWN_FETCH_RATE if store.node == engine.node else OTHER_FETCH_RATE
+            seconds += len(keys) * self._block_size / (rate * self._tokens_per_s)
+            self._fetched_tokens += len(keys) * self._block_size
+            self._hold(engine, keys)
+        return seconds
+
+    def _enqueue(self, engine: Engine, request: Request) -> None:
+        engine.queue.append(request)
         if len(engine.queue) == 1:
             self._compute(engine)
+
+    def _hold(self, engine: Engine, keys: Sequence[BlockKey]) -> None:
+        engine.stored += [key for key in keys if key not in engine.held]
+        engine.held.update(keys)
+        if store := self._stores.get(engine.node):
+            report = store.report(keys)
+            self._at(self._now + REPORT_S, partial(self._placement.report_store, report))
 
     def _compute(self, engine: Engine) -> None:
         request = engine.queue[0]
@@ -138,8 +216,7 @@ class Replay:
         request = engine.queue.popleft()
         self._first_token_s.append(self._now - request.arrives_s)
         engine.uncomputed_tokens -= request.num_prompt_tokens
-        engine.stored += [key for key in request.block_keys if key not in engine.held]
-        engine.held.update(request.block_keys)
+        self._hold(engine, request.block_keys)
         self._at(self._now + DRAW_S * request.num_output_tokens, partial(self._finished, engine))
         self._report_soon(engine)
         if engine.queue:
@@ -202,11 +279,15 @@ def main() -> None:
     parser.add_argument(
         "--tokens-per-s", type=float, default=8000.0, help="prompt tokens that an engine computes"
     )
+    parser.add_argument("--engines-per-node", type=int, default=0, help="with a store a node; 0: no stores")
     options = parser.parse_args()
     requests = read_trace(options.trace, options.block_size)
     print(f"one cache for all: hit {100 * one_cache(requests, options.block_size):.1f}%")
     replay = Replay(
-        num_engines=options.engines, block_size=options.block_size, tokens_per_s=options.tokens_per_s
+        num_engines=options.engines,
+        block_size=options.block_size,
+        tokens_per_s=options.tokens_per_s,
+        engines_per_node=options.engines_per_node,
     )
     print(replay.run(requests))
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from shoal.actors.messages import (
     EngineId,
+    EngineInfo,
     EngineReport,
     PlacementRequest,
     PrefixSnapshot,
     RequestId,
 )
-from shoal.actors.router.placement import (
+from shoal.actors.router.engine_view import (
     EXPECTATION_LIFETIME_S,
     NOTE_LIFETIME_S,
     OUTPUT_TOKENS,
     ROW_WEIGHT,
-    CheapestEngine,
-    Placement,
 )
+from shoal.actors.router.placement import CheapestEngine, Placement
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
 A, B, C, D = (EngineId(f"engine-{letter}") for letter in "abcd")
@@ -36,6 +36,13 @@ def tokens(start: int, length: int) -> Tokens:
 
 def keys(prompt: Tokens) -> tuple[BlockKey, ...]:
     return tuple(extend_keys(ROOT, prompt, BLOCK))
+
+
+def infos(*engine_ids: EngineId) -> list[EngineInfo]:
+    return [
+        EngineInfo(engine_id=engine_id, node=f"node of {engine_id}", backend="", memory="", fingerprint=b"")
+        for engine_id in engine_ids
+    ]
 
 
 @dataclass
@@ -78,14 +85,14 @@ class Cluster:
         self.num_snapshots = 0
         self.engines = {engine_id: Engine(engine_id) for engine_id in engine_ids}
         self.placement = CheapestEngine(block_size=BLOCK, clock=lambda: self.now)
-        self.placement.set_engines(engine_ids)
+        self.placement.set_engines(infos(*engine_ids))
         self.answer_snapshots()
         self._num_requests = 0
 
     def answer_snapshots(self) -> None:
         for engine_id in self.placement.take_snapshot_requests():
             self.num_snapshots += 1
-            self.placement.restore(self.engines[engine_id].snapshot())
+            self.placement.restore(self.engines[EngineId(engine_id)].snapshot())
 
     def place(self, prompt: Tokens, *exclude: EngineId, name: str = "") -> Placement:
         self._num_requests += 1
@@ -121,7 +128,7 @@ def test_without_engines_there_is_no_place() -> None:
     placement = CheapestEngine(block_size=BLOCK, clock=lambda: 0.0)
     request = PlacementRequest(request_id=RequestId("r"), attempt=1, num_prompt_tokens=10)
     assert placement.place(request) is None
-    placement.set_engines([A])
+    placement.set_engines(infos(A))
     assert placement.place(request) == Placement(engine_id=A, expected_hit_tokens=0)
 
 
@@ -336,8 +343,8 @@ def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:
 def test_8_an_engine_that_was_away_for_a_moment_is_known_again_at_once() -> None:
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 320))
-    cluster.placement.set_engines([B])
-    cluster.placement.set_engines([A, B])
+    cluster.placement.set_engines(infos(B))
+    cluster.placement.set_engines(infos(A, B))
     cluster.answer_snapshots()
     assert cluster.place(tokens(1, 321)) == Placement(engine_id=A, expected_hit_tokens=320)
 
@@ -362,7 +369,7 @@ def test_12_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
     cluster.hear(A, stored=tokens(1, 320))
     cluster.hear(B, stored=tokens(1, 32))
     cluster.place(tokens(2, 320), name="on its way")
-    cluster.placement.set_engines([B])
+    cluster.placement.set_engines(infos(B))
     assert cluster.placement.held() == {B: frozenset(keys(tokens(1, 32)))}
     assert cluster.place(tokens(1, 320)) == Placement(engine_id=B, expected_hit_tokens=32)
     cluster.hear(A, stored=tokens(1, 320))

@@ -1,0 +1,110 @@
+"""What is known of one engine: its own account, and our placements that the account does not have yet."""
+
+import math
+from collections import OrderedDict
+
+from shoal.actors.messages import EngineInfo, EngineReport, PlacementRequest, RequestId
+from shoal.kvstore.block_hash import BlockKey
+
+OUTPUT_TOKENS = 128
+"""What a request will draw, as far as one can know: so often it computes a row beside its neighbours."""
+
+ROW_WEIGHT = 2.0
+"""What such a row costs, in tokens that stand there: beside others it lengthens a step by about as much as
+two tokens of a prompt do."""
+
+RECENT_WEIGHT, RECENT_S = 0.25, 60.0
+"""A token that was placed lately counts so much of one that stands there now, and fades by e in this time.
+Without it, requests that come one by one, each to idle engines, would all follow the prefix they share."""
+
+NOTE_LIFETIME_S = 10.0
+"""A placement whose request never reaches its engine (a client that left meanwhile) is counted this long."""
+
+EXPECTATION_LIFETIME_S = 60.0
+"""How long a prefix is believed to be on its way where it was placed: longer than a prompt waits. One that
+never comes does little harm, as the next request that it draws there computes it."""
+
+UNMEASURED_TOKENS_PER_S = 1000.0
+"""While no engine at all has measured itself."""
+
+CONVINCING_TOKENS = 16384
+"""So much recent work makes an engine's measure of its speed count by half. One that was slow once, as with a
+first prompt, would otherwise be passed over, and so never measure itself again."""
+
+Attempt = tuple[RequestId, int]
+
+
+class EngineView:
+    def __init__(self, info: EngineInfo) -> None:
+        self.engine_id = info.engine_id
+        self.node = info.node
+        self.rule = info.rule
+        self.tokens_per_s = 0.0
+        """By its own measure; 0 before the first."""
+        self.last_placed = 0
+        self._sequence = 0
+        self._num_requests = 0
+        self._uncomputed_tokens = 0
+        self._notes: OrderedDict[Attempt, tuple[float, int]] = OrderedDict()  # when, tokens to compute
+        self._noted_tokens = 0
+        """Of all notes: to sum them up for each placement would cost a burst its square."""
+        self.expected: OrderedDict[BlockKey, float] = OrderedDict()  # since when
+        """Blocks that will be here, though no report has said so yet."""
+        self._recent_tokens, self._recent_at = 0.0, 0.0
+
+    @property
+    def num_requests(self) -> int:
+        return self._num_requests + len(self._notes)
+
+    def standing_tokens(self, now: float) -> float:
+        """Work that a newcomer meets here, in tokens."""
+        waiting = (
+            self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * self.num_requests
+        )
+        return waiting + RECENT_WEIGHT * self.recent_tokens(now)
+
+    def recent_tokens(self, now: float) -> float:
+        """Work that was placed here, faded."""
+        return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
+
+    def believed_tokens_per_s(self, fastest: float, now: float) -> float:
+        """Its own measure as far as that convinces, for the rest as fast as any, so that it is tried."""
+        if not self.tokens_per_s:
+            return fastest
+        recent = self.recent_tokens(now)
+        return fastest + (self.tokens_per_s - fastest) * recent / (recent + CONVINCING_TOKENS)
+
+    def report(self, report: EngineReport) -> None:
+        for key in report.received:
+            self._drop_note(key)
+        for block_key in (*report.stored, *report.removed):
+            self.expected.pop(block_key, None)
+        if report.sequence > self._sequence:  # a late one is no news of what stands there now
+            self._sequence = report.sequence
+            self._num_requests = report.num_requests
+            self._uncomputed_tokens = report.uncomputed_tokens
+            self.tokens_per_s = report.tokens_per_s
+
+    def note(self, request: PlacementRequest, num_held: int, computed_tokens: int, now: float) -> None:
+        """The request goes here: it is work, and its prefix will be here, though no report says so yet.
+
+        num_held: leading blocks that are here already, or expected.
+        """
+        attempt = (request.request_id, request.attempt)
+        self._drop_note(attempt)
+        self._notes[attempt] = (now, computed_tokens)
+        self._noted_tokens += computed_tokens
+        for block_key in request.block_keys[num_held:]:
+            self.expected.setdefault(block_key, now)
+        self._recent_tokens = self.recent_tokens(now) + computed_tokens + OUTPUT_TOKENS
+        self._recent_at = now
+
+    def forget_old(self, now: float) -> None:
+        while self._notes and now - next(iter(self._notes.values()))[0] >= NOTE_LIFETIME_S:
+            self._drop_note(next(iter(self._notes)))
+        while self.expected and now - next(iter(self.expected.values())) >= EXPECTATION_LIFETIME_S:
+            self.expected.popitem(last=False)
+
+    def _drop_note(self, attempt: Attempt) -> None:
+        _, tokens = self._notes.pop(attempt, (0.0, 0))
+        self._noted_tokens -= tokens

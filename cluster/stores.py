@@ -1,0 +1,62 @@
+"""The cluster's KV stores: one on every node that hosts engines, kept running. Plain, like the supervisor."""
+
+from collections.abc import Callable, Set
+from functools import partial
+
+from shoal.cluster.processes import Launcher, StoreProcess
+from shoal.cluster.watch import Watched
+from shoal.kvstore.messages import StoreInfo
+
+
+class Stores:
+    """A store may outlive the engines of its node, so that their successors find what was saved there.
+
+    None is essential: while one is away its prefixes are computed again.
+    """
+
+    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+        self._launcher = launcher
+        self._clock = clock
+        self._stores: dict[str, Watched[StoreProcess]] = {}
+        """By node."""
+        self._adopted = list(launcher.adopt_stores())
+
+    @property
+    def ready(self) -> dict[str, tuple[StoreInfo, StoreProcess]]:
+        """By node."""
+        return {node: (store.info, store.ready) for node, store in self._stores.items() if store.ready}
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        """By node: why there is none, if something failed."""
+        return {node: store.trouble for node, store in self._stores.items() if store.trouble}
+
+    def tick(self, nodes: Set[str], *, all_are_known: bool) -> None:
+        """A store on each of these; elsewhere none, once it is known that no engine is there."""
+        for node in sorted(nodes - self._stores.keys()):
+            launch = partial(self._launcher.store, node)
+            self._stores[node] = Watched(launch, self._clock, self._adopt(node), essential=False)
+        for node in self._stores.keys() - nodes:
+            self._stores.pop(node).kill()
+        if all_are_known:
+            self._kill_adopted()
+        for store in self._stores.values():
+            store.tick()
+
+    def kill(self) -> None:
+        for store in self._stores.values():
+            store.kill()
+        self._kill_adopted()
+
+    def _adopt(self, node: str) -> StoreProcess | None:
+        """One is taken over; should an earlier supervisor have died while it replaced it, the others end."""
+        here = [store for store in self._adopted if store.is_on(node)]
+        self._adopted = [store for store in self._adopted if store not in here]
+        for surplus in here[1:]:
+            surplus.kill()
+        return here[0] if here else None
+
+    def _kill_adopted(self) -> None:
+        for store in self._adopted:
+            store.kill()
+        self._adopted.clear()
