@@ -170,6 +170,10 @@ struct Unit {
     int first_segment() const { return oldest / SEGMENT; }
     int end_segment() const { return last / SEGMENT + 1; }
     double keys() const { return last + 1.0 - oldest; }
+    int keys_of(int segment) const {
+        return std::min(last + 1, (segment + 1) * SEGMENT) - std::max(oldest, segment * SEGMENT);
+    }
+    int whole_segments() const { return (last + 1) / SEGMENT - (oldest + SEGMENT - 1) / SEGMENT; }
 };
 
 // The keys [begin, end) of a tile that a row sees.
@@ -182,13 +186,13 @@ struct Span {
 };
 
 // Segments [segment, segment_end) of a unit's key/value heads [head, head_end). One that has all segments finishes its
-// rows; else each segment leaves its part at `part`, and a Join puts them together.
+// rows; else a segment leaves each head's part from `part` on, and a Join puts a head's parts together.
 struct Task {
     int unit, segment, segment_end, head, head_end;
     long part;
 };
 struct Join {
-    int unit, head, head_end, segments;
+    int unit, head, segments;
     long part;
 };
 
@@ -442,10 +446,13 @@ private:
         load_q(u, t.head, t.head_end, s.q);
         if (t.part >= 0) {
             segment(u, t.segment, t.head, t.head_end, s);
-            const State part = State::at(parts + t.part, rows);
-            std::copy_n(s.segment.top, rows, part.top);
-            std::copy_n(s.segment.sum, rows, part.sum);
-            std::copy_n(s.segment.acc, rows * D_, part.acc);
+            const long one_head = long(u.rows) * group_;
+            for (long row = 0; row < rows; row += one_head) {
+                const State part = State::at(parts + t.part + row * (D_ + 2), one_head);
+                std::copy_n(s.segment.top + row, one_head, part.top);
+                std::copy_n(s.segment.sum + row, one_head, part.sum);
+                std::copy_n(s.segment.acc + row * D_, one_head * D_, part.acc);
+            }
             return;
         }
         std::fill_n(s.all.top, rows, -INFINITY);
@@ -458,15 +465,15 @@ private:
 
     void join(const Join& j, float* parts) const {
         const Unit& u = units_[j.unit];
-        const long rows = long(u.rows) * group_ * (j.head_end - j.head);
+        const long rows = long(u.rows) * group_, segment = heads_ * State::size(rows, D_);
         const State whole = State::at(parts + j.part, rows);
-        for (int i = 1; i < j.segments; i++)
-            merge(whole, State::at(parts + j.part + i * State::size(rows, D_), rows), rows);
-        finish(u, j.head, j.head_end, whole);
+        for (int i = 1; i < j.segments; i++) merge(whole, State::at(parts + j.part + i * segment, rows), rows);
+        finish(u, j.head, j.head + 1, whole);
     }
 
-    // Units of consecutive rows, and tasks small enough to keep all threads busy to the end. A unit of few rows reads
-    // its keys once for all heads; what is too long for one task is split by head, then by segment.
+    // Units of consecutive rows, and tasks small enough to keep all threads busy to the end. What is too long for one
+    // task is split by segment, and by head: a unit of few rows had rather read its keys for all heads at once, and
+    // leaves for single heads what would not go round.
     void plan(int threads) {
         const int most = max(1, UNIT / group_);
         double total = 0;
@@ -483,23 +490,27 @@ private:
             const Unit& u = units_[i];
             const double one_head = u.rows * u.keys();
             const int first_segment = u.first_segment(), end_segment = u.end_segment();
-            const int segments = end_segment - first_segment;
             const bool few = u.rows * group_ <= FEW, whole = one_head * heads_ <= share;
-            const bool by_segment = threads > 1 && segments > 1 && (few ? !whole : one_head > share);
-            const bool all_heads = few && (whole || threads == 1 || (by_segment && segments >= 4 * threads));
-            const int step = all_heads ? heads_ : 1;
-            widest_ = max(widest_, long(u.rows) * group_ * step);
-            for (int h = 0; h < heads_; h += step) {
-                if (!by_segment) {
-                    tasks_.push_back({i, first_segment, end_segment, h, h + step, -1});
-                    continue;
-                }
-                joins_.push_back({i, h, h + step, segments, parts_size_});
-                for (int s = first_segment; s < end_segment; s++) {
-                    tasks_.push_back({i, s, s + 1, h, h + step, parts_size_});
-                    parts_size_ += State::size(long(u.rows) * group_ * step, D_);
-                }
+            const bool by_segment = threads > 1 && end_segment - first_segment > 1 && (few ? !whole : one_head > share);
+            widest_ = max(widest_, long(u.rows) * group_ * (few ? heads_ : 1));
+            if (by_segment) {
+                split(i, few ? u.whole_segments() / threads * threads : 0);
+                continue;
             }
+            const int step = few && (whole || threads == 1) ? heads_ : 1;
+            for (int h = 0; h < heads_; h += step) tasks_.push_back({i, first_segment, end_segment, h, h + step, -1});
+        }
+    }
+
+    // A task for each of the first `together` whole segments of a unit, and for each head of the others.
+    void split(int unit, int together) {
+        const Unit& u = units_[unit];
+        const long part = State::size(long(u.rows) * group_, D_);
+        for (int h = 0; h < heads_; h++)
+            joins_.push_back({unit, h, u.end_segment() - u.first_segment(), parts_size_ + h * part});
+        for (int s = u.first_segment(); s < u.end_segment(); s++, parts_size_ += heads_ * part) {
+            const int step = u.keys_of(s) == SEGMENT && together-- > 0 ? heads_ : 1;
+            for (int h = 0; h < heads_; h += step) tasks_.push_back({unit, s, s + 1, h, h + step, parts_size_ + h * part});
         }
     }
 
