@@ -47,7 +47,7 @@ template <class T> constexpr long panels_per_tile(long rows) {
     const bool one_pair = std::is_same_v<T, bf12>;  // each pair has its own table
     return REGISTERS == 32 ? (rows <= 6 && !one_pair ? 4 : 2) : REGISTERS == 8 ? (rows <= 3 ? 2 : 1) : 1;
 }
-constexpr long MAX_ROWS = 48;  // rows of a work item: its x stays in L2
+constexpr long MAX_ROWS = 144;  // rows of a work item: the more of them, the less unpacking; their x should stay in L2
 constexpr long DEPTH = 768;    // k of one pass: a panel's weights stay in L1
 constexpr long GROUP = 4;      // panels between two epilogues
 template <class T> constexpr long expanded_size = std::is_same_v<T, bf12> ? DEPTH / 4 * 256 : 1;
@@ -248,8 +248,10 @@ template <class T> void block(const LinearOp& c, long row, long rows, long panel
 template <class T> void run(const LinearOp& c, long rows, int threads) {
     // Work items: blocks of rows by runs of panels, an even number each.
     const long panels = c.w->panels(), blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
-    long run = blocks > 1 ? 12 : std::max(2L, panels / threads / 2 * 2);
-    if (threads == 1) run = panels;
+    // Items that take long are cut smaller, so that a thread that is held up holds nobody else up, but no further: an
+    // item's first weights come unasked.
+    const long per_block = threads * (rows > 48 ? std::max(1L, panels / threads / 16) : 1);
+    const long run = threads == 1 ? panels : (panels + 2 * per_block - 1) / (2 * per_block) * 2;
     const long runs = (panels + run - 1) / run;
     parallel(threads, blocks * runs, [&](long i) {
         const long b = i / runs, panel = i % runs * run, begin = rows * b / blocks, end = rows * (b + 1) / blocks;
