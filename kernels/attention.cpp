@@ -99,35 +99,60 @@ void product(int rows, int vectors, const Product& m) {
     for_blocks(rows, vectors, [&]<int R, int N>(int first) { multiply<R, N>(m, first); });
 }
 
-// Scores of R rows and N vectors of keys, which are turned round in registers. Fetches `soon`, a line of each row for
-// a line of keys.
-template <int R, int N, class T>
-void scores_in_place(const float* q, int D, const T* const* keys, long at, const T* const* soon, float* scores) {
-    V acc[R][N];
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int j = 0; j < N; j++) acc[r][j] = splat(0);
-    for (int d = 0, quarter = 0; d < D; d += PIECE<T>, quarter = (quarter + 4) % LANES)
-        UNROLL for (int j = 0; j < N; j++) {
-            UNROLL for (int i = 0; i < 4; i++) __builtin_prefetch(soon[j * LANES + quarter + i] + at + d, 0, 2);
-            V piece[PIECE<T>];
-            transpose(keys + j * LANES, at + d, piece);
-            UNROLL for (int i = 0; i < PIECE<T>; i++)
-                UNROLL for (int r = 0; r < R; r++) fma_splat(acc[r][j], q + r * D + d + i, piece[i]);
+// Cache lines that will soon be wanted, in the order of memory: a slice of each of `left` rows that lie side by side,
+// then of others. It is a guess: where rows do not lie so, nothing but time is lost.
+struct Soon {
+    const char *at, *then;
+    int line, lines;  // of a slice
+    long skip;        // bytes from the end of a slice to the next
+    int left, more;   // slices before `then`, and from there on
+
+    void fetch(int count) {
+        UNROLL for (int i = 0; i < count; i++) {
+            __builtin_prefetch(at, 0, 2);
+            at += 64;
+            if (++line < lines) continue;
+            line = 0, at += skip;
+            if (--left == 0) at = then, left = more;
         }
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int j = 0; j < N; j++) store(scores + r * TILE + j * LANES, acc[r][j]);
+    }
+};
+
+// Scores of R rows and one vector of keys, which are turned round in registers. Fetches five lines for four it reads:
+// values take less time than keys, and a core that asks for more lines than memory brings waits for those it has, too.
+template <int R, class T>
+[[gnu::noinline]] void scores_in_place(const float* q, int D, const T* const* keys, long at, Soon& soon, float* scores) {
+    V acc[R];
+    UNROLL for (int r = 0; r < R; r++) acc[r] = splat(0);
+    Soon next = soon;
+    for (int d = 0; d < D; d += PIECE<T>) {
+        V piece[PIECE<T>];
+        transpose(keys, at + d, piece);
+        UNROLL for (int i = 0; i < PIECE<T>; i++) {
+            if (i % (4 / sizeof(T)) == 0) next.fetch(1);
+            if (i % (16 / sizeof(T)) == 1) next.fetch(1);
+            UNROLL for (int r = 0; r < R; r++) fma_splat(acc[r], q + r * D + d + i, piece[i]);
+        }
+    }
+    soon = next;
+    UNROLL for (int r = 0; r < R; r++) store(scores + r * TILE, acc[r]);
 }
 
-// out = out * factor + weights * values for R rows and N vectors of D. Fetches `soon`, as much as it reads.
+// out = out * factor + weights * values for R rows and N vectors of D; without a factor, out + weights * values.
+// Fetches three lines for four it reads.
 template <int R, int N, class T>
-void values_in_place(const float* weights, const float* factor, int keys, const T* const* values, long at,
-                     const T* const* soon, long soon_at, float* out, int D) {
+[[gnu::noinline]] void values_in_place(const float* weights, const float* factor, int keys, const T* const* values, long at, Soon& soon,
+                     float* out, int D) {
     V acc[R][N];
     UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int j = 0; j < N; j++) acc[r][j] = load(out + r * D + j * LANES) * splat(factor[r]);
+        UNROLL for (int j = 0; j < N; j++) {
+            acc[r][j] = load(out + r * D + j * LANES);
+            if (factor) acc[r][j] = acc[r][j] * splat(factor[r]);
+        }
+    Soon next = soon;
     for (int k = 0; k < keys; k++) {
-        const T *value = values[k] + at, *next = soon[k] + soon_at;
-        UNROLL for (int i = 0; i < N * LANES; i += 64 / int(sizeof(T))) __builtin_prefetch(next + i, 0, 2);
+        if (k % 4) next.fetch(max(1, N * LANES * int(sizeof(T)) / 64));
+        const T* value = values[k] + at;
         V row[N];
         UNROLL for (int j = 0; j < N; j++) row[j] = load(value + j * LANES);
         UNROLL for (int r = 0; r < R; r++) {
@@ -135,6 +160,7 @@ void values_in_place(const float* weights, const float* factor, int keys, const 
             UNROLL for (int j = 0; j < N; j++) fma_into(acc[r][j], weight, row[j]);
         }
     }
+    soon = next;
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int j = 0; j < N; j++) store(out + r * D + j * LANES, acc[r][j]);
 }
@@ -147,6 +173,10 @@ struct Unit {
     int first_segment() const { return oldest / SEGMENT; }
     int end_segment() const { return last / SEGMENT + 1; }
     double keys() const { return last + 1.0 - oldest; }
+    int keys_of(int segment) const {
+        return std::min(last + 1, (segment + 1) * SEGMENT) - std::max(oldest, segment * SEGMENT);
+    }
+    int whole_segments() const { return (last + 1) / SEGMENT - (oldest + SEGMENT - 1) / SEGMENT; }
 };
 
 // The keys [begin, end) of a tile that a row sees.
@@ -159,13 +189,13 @@ struct Span {
 };
 
 // Segments [segment, segment_end) of a unit's key/value heads [head, head_end). One that has all segments finishes its
-// rows; else each segment leaves its part at `part`, and a Join puts them together.
+// rows; else a segment leaves each head's part from `part` on, and a Join puts a head's parts together.
 struct Task {
     int unit, segment, segment_end, head, head_end;
     long part;
 };
 struct Join {
-    int unit, head, head_end, segments;
+    int unit, head, segments;
     long part;
 };
 
@@ -300,27 +330,23 @@ private:
         Span seen[MAX_GROUP];
         for (int at = begin, turn = 0; at <= last; at += TILE, turn ^= 1) {
             const Tile& tile = tiles[turn];
-            const bool more = at + TILE <= last;
+            const bool more = at + TILE <= u.last;  // of the next segment, maybe
             if (more) locate(u, at + TILE, tiles[turn ^ 1]);
             for (int r = 0; r < rows; r++) seen[r] = span(u.first + r / group_, at);
-            for (int h = head; h < head_end; h++) {
-                const int first_row = (h - head) * rows;
-                if (rows > FEW)
-                    attend_many(tile, h, first_row, rows, seen, s);
-                else if (const bool last_head = h + 1 == head_end; last_head && more)
-                    attend_few(tile, h, tiles[turn ^ 1], head, first_row, rows, seen, s);
-                else
-                    attend_few(tile, h, tile, last_head ? h : h + 1, first_row, rows, seen, s);
+            if (rows <= FEW) {
+                attend_few(tile, more ? tiles[turn ^ 1] : tile, head, head_end, rows, seen, s);
+                continue;
             }
+            for (int h = head; h < head_end; h++) attend_many(tile, h, (h - head) * rows, rows, seen, s);
         }
         for (int r = 0; r < all; r++) s.segment.sum[r] = sum(load(s.sums + r * LANES));
     }
 
-    void soften(int first_row, int rows, const Span* seen, Scratch& s) const {
+    static void soften(int first_row, int rows, const Span* seen, Scratch& s, float* weights, float* factor) {
         for (int r = 0; r < rows; r++)
             if (!seen[r].empty())
-                s.factor[r] = soften(s.weights + r * TILE, seen[r], s.segment.top[first_row + r],
-                                     s.sums + (first_row + r) * LANES);
+                factor[r] = soften(weights + r * TILE, seen[r], s.segment.top[first_row + r],
+                                   s.sums + (first_row + r) * LANES);
     }
 
     // Calls f(row, count) for runs of at most a block of rows that see the same keys, and any.
@@ -332,27 +358,44 @@ private:
         }
     }
 
-    // One tile of one head for few rows: as fast as memory gives keys and values, if they come unasked. So values are
-    // fetched while scores are computed, and then the keys of `next_head` of the tile `next`.
-    void attend_few(const Tile& tile, int head, const Tile& next, int next_head, int first_row, int rows,
-                    const Span* seen, Scratch& s) const {
-        const long at = long(head) * D_, next_at = long(next_head) * D_;
-        const float* q = s.q + long(first_row) * D_;
-        float* acc = s.segment.acc + long(first_row) * D_;
-        for (int r = 0; r < rows; r += BLOCK_ROWS)
-            for_blocks(min(BLOCK_ROWS, rows - r), (tile.keys + LANES - 1) / LANES, [&]<int R, int N>(int i) {
-                scores_in_place<R, N>(q + r * D_, D_, tile.k + i * LANES, at, tile.v + i * LANES,
-                                      s.weights + r * TILE + i * LANES);
-            });
-        soften(first_row, rows, seen, s);
-        for_alike(rows, seen, [&](int r, int count) {
-            for_blocks(count, D_ / LANES, [&]<int R, int N>(int j) {
-                const int d = j * LANES;
-                const auto [begin, end] = seen[r];
-                values_in_place<R, N>(s.weights + r * TILE + begin, s.factor + r, end - begin, tile.v + begin, at + d,
-                                      next.k + begin, next_at + d, acc + r * D_ + d, D_);
-            });
-        });
+    // What to fetch from a tile's second sixteen keys on, if there are as many: keys, then values.
+    Soon after_sixteen(const Tile& tile, int head, int head_end) const {
+        const int sixteen = min(LANES, tile.keys - 1);
+        const long slice = (head_end - head) * D_ * sizeof(T), row = heads_ * D_ * sizeof(T);
+        const int lines = int((slice + 63) / 64);
+        return {start(tile.k[sixteen], head), start(tile.v[0], head), 0, lines, row - lines * 64, tile.keys - sixteen,
+                tile.keys};
+    }
+    const char* start(const T* row, int head) const { return reinterpret_cast<const char*>(row + long(head) * D_); }
+
+    // One tile for few rows: as fast as memory gives keys and values, which it does where they are asked for in the
+    // order they lie in. So sixteen keys, then sixteen values, are taken for all heads, while others are fetched.
+    void attend_few(const Tile& tile, const Tile& next, int head, int head_end, int rows, const Span* seen,
+                    Scratch& s) const {
+        const int all = rows * (head_end - head);
+        Soon soon = after_sixteen(tile, head, head_end);
+        for (int i = 0; i < tile.keys; i += LANES)
+            for (int row = 0; row < all; row += rows)
+                for (int r = row; r < row + rows; r += BLOCK_ROWS)
+                    for_blocks(min(BLOCK_ROWS, row + rows - r), 1, [&]<int R, int N>(int) {
+                        scores_in_place<R>(s.q + long(r) * D_, D_, tile.k + i, long(head + row / rows) * D_, soon,
+                                           s.weights + r * TILE + i);
+                    });
+        for (int row = 0; row < all; row += rows)
+            soften(row, rows, seen, s, s.weights + row * TILE, s.factor + row);
+        soon.then = start(next.k[0], head), soon.more = next.keys;
+        for (int i = 0; i < tile.keys; i += LANES)
+            for (int row = 0; row < all; row += rows)
+                for_alike(rows, seen, [&](int r, int count) {
+                    const int begin = max(seen[r].begin, i), end = min(seen[r].end, i + LANES);
+                    if (begin >= end) return;
+                    const float* factor = begin == seen[r].begin ? s.factor + row + r : nullptr;
+                    for_blocks(count, D_ / LANES, [&]<int R, int N>(int j) {
+                        values_in_place<R, N>(s.weights + (row + r) * TILE + begin, factor, end - begin,
+                                              tile.v + begin, long(head + row / rows) * D_ + j * LANES, soon,
+                                              s.segment.acc + long(row + r) * D_ + j * LANES, D_);
+                    });
+                });
     }
 
     // One tile of one head for many rows: keys and values are packed, widened once, and then serve from L1.
@@ -376,7 +419,7 @@ private:
                     {q + long(r) * D_, D_, s.k + first * LANES * D_, long(LANES) * D_, D_,
                      s.weights + r * TILE + first * LANES, TILE, nullptr});
         }
-        soften(first_row, rows, seen, s);
+        soften(first_row, rows, seen, s, s.weights, s.factor);
         for (int i = 0; i < tile.keys; i++)
             for (int d = 0; d < D_; d += LANES) store(s.v + d * TILE + i * LANES, load(tile.v[i] + at + d));
         for_alike(rows, seen, [&](int r, int count) {
@@ -442,10 +485,13 @@ private:
         load_q(u, t.head, t.head_end, s.q);
         if (t.part >= 0) {
             segment(u, t.segment, t.head, t.head_end, s);
-            const State part = State::at(parts + t.part, rows);
-            std::copy_n(s.segment.top, rows, part.top);
-            std::copy_n(s.segment.sum, rows, part.sum);
-            std::copy_n(s.segment.acc, rows * D_, part.acc);
+            const long one_head = long(u.rows) * group_;
+            for (long row = 0; row < rows; row += one_head) {
+                const State part = State::at(parts + t.part + row * (D_ + 2), one_head);
+                std::copy_n(s.segment.top + row, one_head, part.top);
+                std::copy_n(s.segment.sum + row, one_head, part.sum);
+                std::copy_n(s.segment.acc + row * D_, one_head * D_, part.acc);
+            }
             return;
         }
         std::fill_n(s.all.top, rows, -INFINITY);
@@ -458,15 +504,15 @@ private:
 
     void join(const Join& j, float* parts) const {
         const Unit& u = units_[j.unit];
-        const long rows = long(u.rows) * group_ * (j.head_end - j.head);
+        const long rows = long(u.rows) * group_, segment = heads_ * State::size(rows, D_);
         const State whole = State::at(parts + j.part, rows);
-        for (int i = 1; i < j.segments; i++)
-            merge(whole, State::at(parts + j.part + i * State::size(rows, D_), rows), rows);
-        finish(u, j.head, j.head_end, whole);
+        for (int i = 1; i < j.segments; i++) merge(whole, State::at(parts + j.part + i * segment, rows), rows);
+        finish(u, j.head, j.head + 1, whole);
     }
 
-    // Units of consecutive rows, and tasks small enough to keep all threads busy to the end. A unit of few rows reads
-    // its keys once for all heads; what is too long for one task is split by head, then by segment.
+    // Units of consecutive rows, and tasks small enough to keep all threads busy to the end. What is too long for one
+    // task is split by segment, and by head: a unit of few rows had rather read its keys for all heads at once, and
+    // leaves for single heads what would not go round.
     void plan(int threads) {
         const int most = max(1, UNIT / group_);
         double total = 0;
@@ -483,23 +529,27 @@ private:
             const Unit& u = units_[i];
             const double one_head = u.rows * u.keys();
             const int first_segment = u.first_segment(), end_segment = u.end_segment();
-            const int segments = end_segment - first_segment;
             const bool few = u.rows * group_ <= FEW, whole = one_head * heads_ <= share;
-            const bool by_segment = threads > 1 && segments > 1 && (few ? !whole : one_head > share);
-            const bool all_heads = few && (whole || threads == 1 || (by_segment && segments >= 4 * threads));
-            const int step = all_heads ? heads_ : 1;
-            widest_ = max(widest_, long(u.rows) * group_ * step);
-            for (int h = 0; h < heads_; h += step) {
-                if (!by_segment) {
-                    tasks_.push_back({i, first_segment, end_segment, h, h + step, -1});
-                    continue;
-                }
-                joins_.push_back({i, h, h + step, segments, parts_size_});
-                for (int s = first_segment; s < end_segment; s++) {
-                    tasks_.push_back({i, s, s + 1, h, h + step, parts_size_});
-                    parts_size_ += State::size(long(u.rows) * group_ * step, D_);
-                }
+            const bool by_segment = threads > 1 && end_segment - first_segment > 1 && (few ? !whole : one_head > share);
+            widest_ = max(widest_, long(u.rows) * group_ * (few ? heads_ : 1));
+            if (by_segment) {
+                split(i, few ? u.whole_segments() / threads * threads : 0);
+                continue;
             }
+            const int step = few && (whole || threads == 1) ? heads_ : 1;
+            for (int h = 0; h < heads_; h += step) tasks_.push_back({i, first_segment, end_segment, h, h + step, -1});
+        }
+    }
+
+    // A task for each of the first `together` whole segments of a unit, and for each head of the others.
+    void split(int unit, int together) {
+        const Unit& u = units_[unit];
+        const long part = State::size(long(u.rows) * group_, D_);
+        for (int h = 0; h < heads_; h++)
+            joins_.push_back({unit, h, u.end_segment() - u.first_segment(), parts_size_ + h * part});
+        for (int s = u.first_segment(); s < u.end_segment(); s++, parts_size_ += heads_ * part) {
+            const int step = u.keys_of(s) == SEGMENT && together-- > 0 ? heads_ : 1;
+            for (int h = 0; h < heads_; h += step) tasks_.push_back({unit, s, s + 1, h, h + step, parts_size_ + h * part});
         }
     }
 

@@ -93,18 +93,42 @@ inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&wor
     words[1] = {_mm512_castsi512_ps(_mm512_unpackhi_epi8(a, b))};
 }
 
-// See transpose() below, for 32-bit words.
-template <class T> inline void transpose_words(const T* const* rows, long at, V (&out)[4]) {
-    auto words = [&](int row) { return _mm_loadu_ps(reinterpret_cast<const float*>(rows[row] + at)); };
-    __m512 x[4];  // rows i, i + 4, i + 8, i + 12
-    UNROLL for (int i = 0; i < 4; i++) {
-        x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(words(i)), words(i + 4), 1);
-        x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], words(i + 8), 2), words(i + 12), 3);
-    }
+// Transposes the 4 x 4 words in each quarter of x.
+inline void transpose_quarters(const __m512* x, __m512* out) {
     const __m512 a = _mm512_unpacklo_ps(x[0], x[1]), b = _mm512_unpackhi_ps(x[0], x[1]);
     const __m512 c = _mm512_unpacklo_ps(x[2], x[3]), d = _mm512_unpackhi_ps(x[2], x[3]);
-    out[0] = {_mm512_shuffle_ps(a, c, 0x44)}, out[1] = {_mm512_shuffle_ps(a, c, 0xEE)};
-    out[2] = {_mm512_shuffle_ps(b, d, 0x44)}, out[3] = {_mm512_shuffle_ps(b, d, 0xEE)};
+    out[0] = _mm512_shuffle_ps(a, c, 0x44), out[1] = _mm512_shuffle_ps(a, c, 0xEE);
+    out[2] = _mm512_shuffle_ps(b, d, 0x44), out[3] = _mm512_shuffle_ps(b, d, 0xEE);
+}
+// See transpose() below, for 32-bit words: a cache line of each row, read once, since rows that lie 4 KB apart share so
+// few places in L1 that a line is gone before its second quarter is asked for.
+inline void transpose_words(const float* const* rows, long at, V (&out)[16]) {
+    __m512 x[16], y[16];
+    UNROLL for (int i = 0; i < 16; i++) x[i] = _mm512_loadu_ps(rows[i] + at);
+    UNROLL for (int i = 0; i < 16; i += 4) transpose_quarters(x + i, y + i);
+    UNROLL for (int i = 0; i < 4; i++) {  // quarter j of y[4 r + i] is word 4 j + i of rows 4 r...
+        const __m512 a = _mm512_shuffle_f32x4(y[i], y[4 + i], 0x44), b = _mm512_shuffle_f32x4(y[i], y[4 + i], 0xEE);
+        const __m512 c = _mm512_shuffle_f32x4(y[8 + i], y[12 + i], 0x44);
+        const __m512 d = _mm512_shuffle_f32x4(y[8 + i], y[12 + i], 0xEE);
+        out[i] = {_mm512_shuffle_f32x4(a, c, 0x88)}, out[4 + i] = {_mm512_shuffle_f32x4(a, c, 0xDD)};
+        out[8 + i] = {_mm512_shuffle_f32x4(b, d, 0x88)}, out[12 + i] = {_mm512_shuffle_f32x4(b, d, 0xDD)};
+    }
+}
+// Half a line.
+inline void transpose_words(const bf16* const* rows, long at, V (&out)[8]) {
+    auto words = [&](int row) {
+        return _mm512_castps_pd(_mm512_castps256_ps512(_mm256_loadu_ps(reinterpret_cast<const float*>(rows[row] + at))));
+    };
+    __m512 x[8], y[8];  // rows i, i + 4
+    UNROLL for (int i = 0; i < 8; i++) {
+        const int row = i / 4 * 8 + i % 4;
+        x[i] = _mm512_castpd_ps(_mm512_insertf64x4(words(row), _mm512_castpd512_pd256(words(row + 4)), 1));
+    }
+    transpose_quarters(x, y), transpose_quarters(x + 4, y + 4);
+    UNROLL for (int i = 0; i < 4; i++) {
+        out[i] = {_mm512_shuffle_f32x4(y[i], y[4 + i], 0x88)};
+        out[4 + i] = {_mm512_shuffle_f32x4(y[i], y[4 + i], 0xDD)};
+    }
 }
 
 // acc = fma(x, w, acc) that keeps acc in its register: left to choose, GCC 12 overwrites the broadcast instead, runs
@@ -313,14 +337,18 @@ inline float largest(V v) {
 // decode(): four k of a panel's bf16 from their low bytes and the numbers of their high bytes in a table of 16. What
 // comes first is k 0 and 1 of each lane, a word, then k 2 and 3.
 
-// Sixteen bytes of each of sixteen rows, transposed and widened: lane i of out[d] is rows[i][at + d].
+// PIECE elements of each of sixteen rows, transposed and widened: lane i of out[d] is rows[i][at + d].
+#if defined(__AVX512F__)
+template <class T> constexpr int PIECE = 16;
+#else
 template <class T> constexpr int PIECE = 16 / sizeof(T);
+#endif
 #if defined(__AVX2__)
-inline void transpose(const float* const* rows, long at, V (&out)[4]) { transpose_words(rows, at, out); }
-inline void transpose(const bf16* const* rows, long at, V (&out)[8]) {
-    V words[4];
+inline void transpose(const float* const* rows, long at, V (&out)[PIECE<float>]) { transpose_words(rows, at, out); }
+inline void transpose(const bf16* const* rows, long at, V (&out)[PIECE<bf16>]) {
+    V words[PIECE<bf16> / 2];
     transpose_words(rows, at, words);
-    UNROLL for (int i = 0; i < 4; i++) out[2 * i] = even(words[i]), out[2 * i + 1] = odd(words[i]);
+    UNROLL for (int i = 0; i < PIECE<bf16> / 2; i++) out[2 * i] = even(words[i]), out[2 * i + 1] = odd(words[i]);
 }
 #else
 template <class T> inline void transpose(const T* const* rows, long at, V (&out)[PIECE<T>]) {

@@ -48,7 +48,7 @@ template <class T> constexpr long panels_per_tile(long rows) {
     const bool one_pair = std::is_same_v<T, bf12>;  // each pair has its own table
     return REGISTERS == 32 ? (rows <= 6 && !one_pair ? 4 : 2) : REGISTERS == 8 ? (rows <= 3 ? 2 : 1) : 1;
 }
-constexpr long MAX_ROWS = 48;  // rows of a work item: its x stays in L2
+constexpr long MAX_ROWS = 144;  // rows of a work item: the more of them, the less unpacking; their x should stay in L2
 constexpr long DEPTH = 768;    // k of one pass: a panel's weights stay in L1
 constexpr long GROUP = 4;      // panels between two epilogues
 template <class T> constexpr long expanded_size = std::is_same_v<T, bf12> ? DEPTH / 4 * 256 : 1;
@@ -273,7 +273,10 @@ public:
     Items(const LinearOp& op, long rows, int threads) : op_(op), rows_(rows) {
         const long panels = op.w->panels();
         blocks_ = (rows + MAX_ROWS - 1) / MAX_ROWS;
-        run_ = threads == 1 ? panels : blocks_ > 1 ? 12 : std::max(2L, panels / threads / 2 * 2);
+        // Items that take long are cut smaller, so that a thread that is held up holds nobody else up, but no further:
+        // an item's first weights come unasked.
+        const long per_block = threads * (rows > 48 ? std::max(1L, panels / threads / 16) : 1);
+        run_ = threads == 1 ? panels : (panels + 2 * per_block - 1) / (2 * per_block) * 2;
         runs_ = (panels + run_ - 1) / run_;
     }
 
