@@ -1,12 +1,33 @@
 """The real model, loaded once."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 
-from shoal.actors.engine.build import LoadedModel, load_model
+from shoal.actors.engine.build import DEVICE, LoadedModel, load_model
+from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
+from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.lean_weights import DecoderWeights
+from shoal.actors.engine.models.rope import rotary_tables
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import smollm2
+
+MAX_MODEL_LEN = 2048
 
 
 @pytest.fixture(scope="session")
 def smol() -> LoadedModel:
-    return load_model(smollm2(), CpuBackend(2), max_model_len=2048)
+    return load_model(smollm2(), CpuBackend(2), max_model_len=MAX_MODEL_LEN)
+
+
+@pytest.fixture(scope="session")
+def shallow(smol: LoadedModel) -> LoadedModel:
+    """Its first layers and its head: as strict where it is served often, since every operation is here, and a
+    bit that differs in any layer differs in the logits."""
+    assert isinstance(smol.config, DecoderConfig) and isinstance(smol.weights, DecoderWeights)
+    weights = replace(smol.weights, layers=smol.weights.layers[:4])
+    config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
+    rotaries = rotary_tables(load_config(smollm2()), MAX_MODEL_LEN, config.head_dim, DEVICE)[:4]
+    decoder = partial(LeanDecoder, config, weights, rotaries)
+    return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)

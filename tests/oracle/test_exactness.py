@@ -1,20 +1,13 @@
 """The product's promise, on a real model: how a token is computed changes no bit of its logits."""
 
 import random
-from dataclasses import replace
-from functools import partial
 
 import pytest
 
-from shoal.actors.engine.build import DEVICE, LoadedModel
-from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
-from shoal.actors.engine.models.lean_decoder import LeanDecoder
-from shoal.actors.engine.models.lean_weights import DecoderWeights
-from shoal.actors.engine.models.rope import rotary_tables
+from shoal.actors.engine.build import LoadedModel
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import smollm2
 from tests.oracle.recording import Recording, Setup, greedy, serve
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 310, 12
@@ -36,18 +29,6 @@ def neighbours(count: int) -> list[EngineRequest]:
     return [greedy(f"neighbour {i}", tokens(i + 1, length), 2 + i) for i, length in enumerate(lengths)]
 
 
-@pytest.fixture(scope="module")
-def shallow(smol: LoadedModel) -> LoadedModel:
-    """Its first layers and its head: as strict where a step is slow or there are hundreds of them, since
-    every operation is here, and a bit that differs in any layer differs in the logits."""
-    assert isinstance(smol.config, DecoderConfig) and isinstance(smol.weights, DecoderWeights)
-    weights = replace(smol.weights, layers=smol.weights.layers[:4])
-    config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
-    rotaries = rotary_tables(load_config(smollm2()), 2048, config.head_dim, DEVICE)[:4]
-    decoder = partial(LeanDecoder, config, weights, rotaries)
-    return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)
-
-
 def served_alone(model: LoadedModel) -> Recording:
     recording = serve(model, Setup(backend=CpuBackend(2)), [REQUEST])
     assert len(recording.digests[FIRST]) == PROMPT_TOKENS + OUTPUT_TOKENS - 1
@@ -65,10 +46,14 @@ def shallow_alone(shallow: LoadedModel) -> Recording:
     return served_alone(shallow)
 
 
-@pytest.mark.parametrize("chunk", [1, 7])
-def test_in_many_chunks(shallow: LoadedModel, shallow_alone: Recording, chunk: int) -> None:
-    setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=chunk, max_num_seqs=1)
+def test_in_many_chunks(shallow: LoadedModel, shallow_alone: Recording) -> None:
+    setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=7, max_num_seqs=1)
     assert_same(serve(shallow, setup, [REQUEST]), shallow_alone)
+
+
+def test_one_token_a_step(shallow: LoadedModel, shallow_alone: Recording) -> None:
+    setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=1, max_num_seqs=1)
+    assert_begins_as(serve(shallow, setup, [beginning(140)]), shallow_alone, 140)
 
 
 @pytest.mark.parametrize("chunk", [128, 300])
@@ -77,12 +62,12 @@ def test_in_chunks(smol: LoadedModel, alone: Recording, chunk: int) -> None:
     assert_same(serve(smol, setup, [REQUEST]), alone)
 
 
-def test_with_one_thread(smol: LoadedModel, alone: Recording) -> None:
-    assert_same(serve(smol, Setup(backend=CpuBackend(1)), [REQUEST]), alone)
+def test_with_one_thread(shallow: LoadedModel, shallow_alone: Recording) -> None:
+    assert_same(serve(shallow, Setup(backend=CpuBackend(1)), [REQUEST]), shallow_alone)
 
 
-def test_with_more_threads_than_cores(smol: LoadedModel, alone: Recording) -> None:
-    assert_same(serve(smol, Setup(backend=CpuBackend(5)), [REQUEST]), alone)
+def test_with_more_threads_than_cores(shallow: LoadedModel, shallow_alone: Recording) -> None:
+    assert_same(serve(shallow, Setup(backend=CpuBackend(5)), [REQUEST]), shallow_alone)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
@@ -94,29 +79,29 @@ def test_with_another_instruction_set(shallow: LoadedModel, shallow_alone: Recor
     assert_begins_as(serve(shallow, Setup(backend=backend), [beginning(12)]), shallow_alone, 12)
 
 
-def test_with_smaller_blocks(smol: LoadedModel, alone: Recording) -> None:
-    assert_same(serve(smol, Setup(backend=CpuBackend(2), block_size=16), [REQUEST]), alone)
+def test_with_smaller_blocks(shallow: LoadedModel, shallow_alone: Recording) -> None:
+    assert_same(serve(shallow, Setup(backend=CpuBackend(2), block_size=16), [REQUEST]), shallow_alone)
 
 
-def test_beside_fifteen_others(smol: LoadedModel, alone: Recording) -> None:
+def test_beside_fifteen_others(shallow: LoadedModel, shallow_alone: Recording) -> None:
     requests = [REQUEST, *neighbours(15)]
     setup = Setup(backend=CpuBackend(2), max_num_batched_tokens=256)
-    together = serve(smol, setup, requests, watch=(1, 6))
-    assert_same(together, alone)
-    fifth = serve(smol, Setup(backend=CpuBackend(2)), [requests[5]])
+    together = serve(shallow, setup, requests, watch=(1, 6))
+    assert_same(together, shallow_alone)
+    fifth = serve(shallow, Setup(backend=CpuBackend(2)), [requests[5]])
     assert together.digests[SequenceId(6)] == fifth.digests[FIRST], "its neighbours are exact too"
 
 
-def test_preempted_and_computed_again(smol: LoadedModel, alone: Recording) -> None:
+def test_preempted_and_computed_again(shallow: LoadedModel, shallow_alone: Recording) -> None:
     """Too few blocks for both: ours is the younger, gives way in the middle of its output, and resumes."""
     elder = greedy("elder", tokens(9, 303), 14)  # 19 blocks of 16 tokens, and soon a 20th
     setup = Setup(
         backend=CpuBackend(2), num_blocks=1 + 19 + 20 + 1, block_size=16, max_num_batched_tokens=640
     )
-    recording = serve(smol, setup, [elder, REQUEST], watch=(2,))
+    recording = serve(shallow, setup, [elder, REQUEST], watch=(2,))
     assert recording.num_preemptions == 1
-    assert recording.digests[SequenceId(2)] == alone.digests[FIRST]
-    assert recording.tokens["it"] == alone.tokens["it"]
+    assert recording.digests[SequenceId(2)] == shallow_alone.digests[FIRST]
+    assert recording.tokens["it"] == shallow_alone.tokens["it"]
 
 
 def test_output_fed_back_as_a_prompt(smol: LoadedModel, alone: Recording) -> None:
@@ -127,13 +112,13 @@ def test_output_fed_back_as_a_prompt(smol: LoadedModel, alone: Recording) -> Non
     assert recording.tokens["it"] == alone.tokens["it"][-1:]
 
 
-def test_bfloat16_keys_and_values_are_as_exact(smol: LoadedModel) -> None:
+def test_bfloat16_keys_and_values_are_as_exact(shallow: LoadedModel) -> None:
     at_once = Setup(backend=CpuBackend(2), kv_cache_dtype="bfloat16")
     chunked = Setup(
         backend=CpuBackend(1), kv_cache_dtype="bfloat16", max_num_batched_tokens=50, max_num_seqs=1
     )
     short = beginning(140)
-    assert_same(serve(smol, chunked, [short]), serve(smol, at_once, [short]))
+    assert_same(serve(shallow, chunked, [short]), serve(shallow, at_once, [short]))
 
 
 def beginning(num_tokens: int) -> EngineRequest:

@@ -9,15 +9,10 @@ import pytest
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.step import SequenceId
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import smollm2, tiny_mistral, tiny_qwen3
+from tests.checkpoints import tiny_mistral, tiny_qwen3
 from tests.oracle.recording import Recording, Served, Setup, greedy, serve
 
-CHECKPOINTS: dict[str, Callable[[Path], Path]] = {
-    "smollm2": lambda _: smollm2(),
-    "qwen3": tiny_qwen3,
-    "windowed mistral": tiny_mistral,
-}
-"""Each is given an empty folder that it may write to."""
+CHECKPOINTS: dict[str, Callable[[Path], Path]] = {"qwen3": tiny_qwen3, "windowed mistral": tiny_mistral}
 
 BLOCK_SIZE, PROMPT_TOKENS = 16, 10 * 16 + 5
 COLD, CACHED = (
@@ -26,8 +21,11 @@ COLD, CACHED = (
 )
 
 
-@pytest.fixture(scope="module", params=sorted(CHECKPOINTS))
+@pytest.fixture(scope="module", params=["smollm2", *CHECKPOINTS])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    if request.param == "smollm2":
+        shallow: LoadedModel = request.getfixturevalue("shallow")
+        return shallow
     checkpoint = CHECKPOINTS[request.param](tmp_path_factory.mktemp("checkpoint"))
     return load_model(checkpoint, CpuBackend(2), max_model_len=512)
 
