@@ -1,13 +1,14 @@
-"""`shoal bench`: one engine beside a peer, or any server that speaks OpenAI's API under load."""
+"""`shoal bench`: one engine beside peers, or any server that speaks OpenAI's API under load."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from shoal.cluster.bench.contender import Dtype, PeerError, PeerName
 from shoal.cluster.bench.serve.arrivals import ArrivalName
 from shoal.cluster.bench.serve.dialogue import Endpoint
 from shoal.cluster.bench.serve.workload import Lengths, PromptFormat, WorkloadConfig, WorkloadName
@@ -22,30 +23,46 @@ app = typer.Typer(help="Measure speed.", no_args_is_help=True)
 def engine(
     model: Annotated[str | None, typer.Argument(help="As for `shoal serve`.")] = None,
     *,
-    vs: Annotated[Literal["transformers"], typer.Option(help="The peer.")] = "transformers",
+    vs: Annotated[
+        list[PeerName] | None, typer.Option(help="A peer; may be given several times. Default: transformers.")
+    ] = None,
+    peer_dtype: Annotated[
+        Dtype | None,
+        typer.Option(
+            help="Of the peers' weights. Default: transformers float32, llama.cpp float16, vllm as saved."
+        ),
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(help="The interpreter of an environment that has vLLM.")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of both sides.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of all sides.")] = None,
 ) -> None:
-    """Decode at batch 1, 8 and 32 and prefill of 1,024 tokens, in one process."""
-    from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
+    """Decode at batch 1, 8 and 32, and prefill of 128 and 1,024 tokens, beside peers in the same run."""
+    from shoal.cluster.bench import peers  # noqa: PLC0415  (torch takes seconds)
     from shoal.cluster.bench.engine import bench_engine, report  # noqa: PLC0415
-    from shoal.cluster.bench.transformers_peer import TransformersPeer  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
 
     console = Console()
-    with one_line_errors(ModelSourceError):
+    names = list(dict.fromkeys(vs or [PeerName.TRANSFORMERS]))
+    with one_line_errors(ModelSourceError, PeerError):
         _check_writable(json_file)
-        checkpoint = resolve_model(model).directory
+        _check_plot(plot)
+        peers.check(names, peer_python)
+        checkpoint = resolve_model(model)
         threads = threads or len(os.sched_getaffinity(0))
-        config = EngineConfig(
-            checkpoint=str(checkpoint),
-            max_model_len=2048,
-            memory_bytes=4 << 30,
-            threads=threads,
-            prefix_cache="naive",  # the same prompt is measured again and again
+        options = peers.PeerOptions(
+            checkpoint=checkpoint.directory, threads=threads, dtype=peer_dtype, python=peer_python
         )
-        rows = bench_engine(config, TransformersPeer(checkpoint, threads), console)
-    report(rows, vs, json_file, console)
+        with peers.started(names, options) as contenders:
+            rows = bench_engine(checkpoint.directory, threads, contenders, console)
+    report(rows, json_file, console)
+    if plot is not None:
+        from shoal.cluster.bench.engine_plot import draw  # noqa: PLC0415  (matplotlib is an extra)
+
+        draw(rows, f"{checkpoint.name}, {threads} threads", plot)
+        console.print(f"drawn to {plot}", **PLAIN)
 
 
 @app.command()
@@ -98,14 +115,10 @@ def serve(
 
     console = Console()
     with one_line_errors(BenchError):
-        for path in (json_file, plot):
-            _check_writable(path)
+        _check_writable(json_file)
+        _check_plot(plot)
         if rows and json_file is None:
             raise ValueError("--rows go into a file: choose --json")
-        if plot is not None and plot.suffix not in PLOT_SUFFIXES:
-            raise ValueError(f"--plot {plot} must end in one of {', '.join(PLOT_SUFFIXES)}")
-        if plot is not None and find_spec("matplotlib") is None:
-            raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")
         config = ServeBenchConfig(
             url=url,
             model=model,
@@ -150,3 +163,13 @@ def _check_writable(path: Path | None) -> None:
         return
     if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
         raise ValueError(f"cannot write {path}")
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    _check_writable(plot)
+    if plot.suffix not in PLOT_SUFFIXES:
+        raise ValueError(f"--plot {plot} must end in one of {', '.join(PLOT_SUFFIXES)}")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'shoal[bench]'")

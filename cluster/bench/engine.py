@@ -1,51 +1,42 @@
-"""One engine, in this process, beside a peer on the same weights and threads, in the same run.
+"""One engine, in this process, beside peers on the same weights and threads, in the same run.
 
-Both sides are timed in turns, so that a noisy neighbour slows both; of all turns the best counts for each.
+All are timed in turns, so that a noisy neighbour slows all; of all turns the best counts for each.
 """
 
 import json
 import math
-import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 
 from shoal.actors.engine.build import build_engine
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.models.decoder_config import load_config, longest_length
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.cluster.bench.contender import (
+    CASES,
+    DECODE_STEPS,
+    NEVER_REACHED,
+    ROUNDS,
+    Case,
+    Contender,
+    PeerName,
+    Phase,
+    Turn,
+    timed,
+)
 from shoal.cluster.console import write
 
-Phase = Literal["decode", "prefill"]
-
-DECODE_STEPS = 8
-"""Steps of one turn, timed together."""
-ROUNDS = 5
-NEVER_REACHED = 1000
-"""Output tokens: a sequence that ends while it is measured would make its batch smaller than is said."""
+MAX_MODEL_LEN = 2048
+SETTLE_S = 0.25
+"""Between two turns. OpenMP's threads spin for up to 0.2 s behind their work, on cores another needs."""
 BENCH = IngressId("bench")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    phase: Phase
-    batch: int
-    context: int
-    """decode: tokens each sequence holds before the first timed step; prefill: the prompt's length."""
-
-
-CASES = (
-    Case(phase="decode", batch=1, context=256),
-    Case(phase="decode", batch=8, context=256),
-    Case(phase="decode", batch=32, context=256),
-    Case(phase="prefill", batch=1, context=1024),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,49 +44,50 @@ class Row:
     phase: Phase
     batch: int
     context: int
+    peer: PeerName
+    peer_dtype: str
     tokens_per_s: float
     baseline_tokens_per_s: float
+    """The peer's."""
     ratio: float
-
-
-class Contender(Protocol):
-    def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
-        """Compute the prompts; what is returned takes DECODE_STEPS steps further each time it is called."""
-        ...
-
-    def prefill(self, prompt: list[int]) -> None:
-        """Compute one prompt up to its first output token."""
-        ...
 
 
 class Shoal:
     """The whole engine, scheduler and sampling included, as its actor drives it.
 
-    Nothing is in flight when a turn ends, so that none of it is computed in the peer's turn.
+    Nothing is in flight when a turn ends, so that none of it is computed in a peer's turn.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_requests = 0
 
-    def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
+    @property
+    def dtype(self) -> str:
+        return "as in the checkpoint"
+
+    def turn(self, case: Case, prompts: list[list[int]]) -> Turn:
+        """Raises ValueError if the engine has no room for the case."""
         self._abort_all()
+        if case.phase == "prefill":
+            return timed(lambda: self._prefill(prompts[0]))
+        self._start(prompts)
+        return timed(lambda: self._decode(case.batch))
+
+    def _start(self, prompts: list[list[int]]) -> None:
         for prompt in prompts:
             self._submit(prompt, max_tokens=NEVER_REACHED)
         spoken: set[RequestId] = set()
         while len(spoken) < len(prompts):  # until every prompt has its first token
             spoken.update(reply.chunk.request_id for reply in self._engine.step())
-
-        def steps() -> None:
-            for _ in range(DECODE_STEPS):  # the first commits what the turn before has computed
-                assert len(self._engine.step()) == len(prompts), "every step decodes the whole batch"
-            self._engine.wait()
-
         self._engine.wait()
-        return steps
 
-    def prefill(self, prompt: list[int]) -> None:
-        self._abort_all()
+    def _decode(self, batch: int) -> None:
+        for _ in range(DECODE_STEPS):  # the first commits what the turn before has computed
+            assert len(self._engine.step()) == batch, "every step decodes the whole batch"
+        self._engine.wait()
+
+    def _prefill(self, prompt: list[int]) -> None:
         self._submit(prompt, max_tokens=1)
         while self._engine.has_work:
             self._engine.step()
@@ -110,7 +102,9 @@ class Shoal:
             stop_token_ids=frozenset(),
             sampling=SamplingParams(temperature=0.0),
         )
-        self._engine.submit(request, BENCH)
+        for reply in self._engine.submit(request, BENCH):
+            if reply.chunk.error is not None:
+                raise ValueError(f"this case cannot be measured: {reply.chunk.error.message}")
 
     def _abort_all(self) -> None:
         self._engine.abort_all(BENCH)
@@ -118,59 +112,75 @@ class Shoal:
             self._engine.step()
 
 
-def bench_engine(config: EngineConfig, baseline: Contender, console: Console) -> list[Row]:
+def bench_engine(
+    checkpoint: Path, threads: int, peers: Mapping[PeerName, Contender], console: Console
+) -> list[Row]:
+    """Of each case one row a peer. Raises ValueError, PeerError with a message for the operator."""
+    hf = load_config(checkpoint)
+    needed = max(case.context for case in CASES) + 1
+    if longest_length(hf) < needed:
+        raise ValueError(f"sequences of {needed} tokens are measured; this model has {longest_length(hf)}")
+    config = EngineConfig(
+        checkpoint=str(checkpoint),
+        max_model_len=min(MAX_MODEL_LEN, longest_length(hf)),
+        memory_bytes=4 << 30,
+        threads=threads,
+        prefix_cache="naive",  # the same prompt is measured again and again
+    )
     built = build_engine(config)
-    console.print(
-        f"{built.backend.name}, {config.threads} threads, {built.memory.describe()}", highlight=False
-    )
+    console.print(f"{built.backend.name}, {threads} threads, {built.memory.describe()}", highlight=False)
     shoal = Shoal(built.engine)
-    return [_measure(case, shoal, baseline) for case in track(CASES, "measuring", console=console)]
+    rows: list[Row] = []
+    with Progress(console=console) as progress:
+        for case in progress.track(CASES, description="measuring"):
+            prompts = case.prompts(hf.vocab_size)
+            rows += measure(case, prompts, shoal, peers, lambda: time.sleep(SETTLE_S))
+    return rows
 
 
-def _measure(case: Case, shoal: Contender, baseline: Contender) -> Row:
-    ours, theirs = (_turn(case, contender) for contender in (shoal, baseline))
-    best = [math.inf, math.inf]
-    for _ in range(ROUNDS):
-        for side, turn in enumerate((ours, theirs)):
-            started = time.perf_counter()
-            turn()
-            best[side] = min(best[side], time.perf_counter() - started)
-    tokens = case.context if case.phase == "prefill" else case.batch * DECODE_STEPS
-    speed, baseline_speed = tokens / best[0], tokens / best[1]
-    return Row(
-        **asdict(case),
-        tokens_per_s=round(speed, 1),
-        baseline_tokens_per_s=round(baseline_speed, 1),
-        ratio=round(speed / baseline_speed, 2),
-    )
-
-
-def _turn(case: Case, contender: Contender) -> Callable[[], None]:
-    """One warmed-up unit of work."""
-    words = random.Random(0)
-    prompts = [[words.randrange(5, 10_000) for _ in range(case.context)] for _ in range(case.batch)]
-    if case.phase == "decode":
-        turn = contender.decode(prompts)
-    else:
-
-        def turn() -> None:
-            contender.prefill(prompts[0])
-
-    turn()
-    return turn
-
-
-def report(rows: list[Row], peer: str, json_file: Path | None, console: Console) -> None:
-    table = Table("phase", "batch", "context", "shoal tokens/s", f"{peer} tokens/s", "ratio")
-    for row in rows:
-        table.add_row(
-            row.phase,
-            str(row.batch),
-            str(row.context),
-            f"{row.tokens_per_s:,.1f}",
-            f"{row.baseline_tokens_per_s:,.1f}",
-            f"{row.ratio:.2f}x",
+def measure(
+    case: Case,
+    prompts: list[list[int]],
+    shoal: Contender,
+    peers: Mapping[PeerName, Contender],
+    settle: Callable[[], None],
+) -> list[Row]:
+    turns = [contender.turn(case, prompts) for contender in (shoal, *peers.values())]
+    ours, *theirs = (case.turn_tokens / best_s for best_s in _best_of_rounds(turns, settle))
+    return [
+        Row(
+            **asdict(case),
+            peer=name,
+            peer_dtype=peer.dtype,
+            tokens_per_s=round(ours, 1),
+            baseline_tokens_per_s=round(speed, 1),
+            ratio=round(ours / speed, 2),
         )
+        for (name, peer), speed in zip(peers.items(), theirs, strict=True)
+    ]
+
+
+def _best_of_rounds(turns: Sequence[Turn], settle: Callable[[], None]) -> list[float]:
+    """Seconds of each one's fastest turn."""
+    best = [math.inf] * len(turns)
+    for _ in range(ROUNDS):
+        for i, turn in enumerate(turns):
+            settle()
+            best[i] = min(best[i], turn())
+    return best
+
+
+def report(rows: Sequence[Row], json_file: Path | None, console: Console) -> None:
+    peers = {row.peer: row.peer_dtype for row in rows}
+    columns = [column for peer, dtype in peers.items() for column in (f"{peer} ({dtype})", "ratio")]
+    table = Table("phase", "batch", "context", "shoal tokens/s", *columns)
+    for start in range(0, len(rows), len(peers)):
+        of_case = rows[start : start + len(peers)]
+        first = of_case[0]
+        cells = [
+            cell for row in of_case for cell in (f"{row.baseline_tokens_per_s:,.1f}", f"{row.ratio:.2f}x")
+        ]
+        table.add_row(first.phase, str(first.batch), str(first.context), f"{first.tokens_per_s:,.1f}", *cells)
     console.print(table)
     if json_file is not None:
         write(json_file, json.dumps({"rows": [asdict(row) for row in rows]}, indent=2) + "\n", console)

@@ -1,6 +1,5 @@
-"""Hugging Face transformers as a bench peer: float32, static cache, greedy."""
+"""Hugging Face transformers as a bench peer: static cache, greedy, in this process."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,36 +7,45 @@ import torch
 from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils.logging import disable_progress_bar
 
-from shoal.cluster.bench.engine import DECODE_STEPS, ROUNDS
+from shoal.cluster.bench.contender import DECODE_STEPS, MEASURED_STEPS, Case, Dtype, Turn, timed
 
 
 class TransformersPeer:
-    def __init__(self, checkpoint: Path, threads: int) -> None:
+    def __init__(self, checkpoint: Path, threads: int, dtype: Dtype) -> None:
         torch.set_num_threads(threads)
         disable_progress_bar()  # type: ignore[no-untyped-call]
         model: Any = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation="sdpa", local_files_only=True
         )
         self._model = model.eval()
+        self._dtype = dtype
 
-    @torch.inference_mode()
-    def decode(self, prompts: list[list[int]]) -> Callable[[], None]:
-        num_tokens = len(prompts[0]) + DECODE_STEPS * (ROUNDS + 1)
-        cache = StaticCache(config=self._model.config, max_cache_len=num_tokens)
-        last = self._next(torch.tensor(prompts), cache)
+    @property
+    def dtype(self) -> str:
+        return self._dtype
 
-        @torch.inference_mode()
-        def steps() -> None:
+    def turn(self, case: Case, prompts: list[list[int]]) -> Turn:
+        tokens = torch.tensor(prompts)
+        if case.phase == "prefill":
+            return timed(lambda: self._prefill(tokens))
+        cache = self._cache(case.context + MEASURED_STEPS)
+        last = self._next(tokens, cache)
+
+        def decode() -> None:
             nonlocal last
             for _ in range(DECODE_STEPS):
                 last = self._next(last, cache)
 
-        return steps
+        return timed(decode)
+
+    def _prefill(self, prompt: torch.Tensor) -> None:
+        self._next(prompt, self._cache(prompt.shape[1]))
+
+    def _cache(self, num_tokens: int) -> StaticCache:
+        return StaticCache(config=self._model.config, max_cache_len=num_tokens)
 
     @torch.inference_mode()
-    def prefill(self, prompt: list[int]) -> None:
-        self._next(torch.tensor([prompt]), StaticCache(config=self._model.config, max_cache_len=len(prompt)))
-
-    def _next(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+    def _next(self, tokens: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+        """Greedy continuations, [batch, 1], of tokens, [batch, length]."""
         logits = self._model(tokens, cache=cache, use_cache=True, logits_to_keep=1).logits
         return torch.argmax(logits[:, -1], dim=-1, keepdim=True)
