@@ -28,9 +28,6 @@ class EngineConfig:
     """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
-    num_dropped_layers: int = 0
-    """So many of the last sliding layers are not stored: they are computed again before a prefix is taken up,
-    over as many times their window."""
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""
 
