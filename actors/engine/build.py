@@ -68,6 +68,9 @@ class BuiltEngine:
     """What a step of max_num_batched_tokens took here, its first time."""
     fingerprint: bytes
     """Names the root of all block keys."""
+    scheduler: Scheduler
+    rates: Rates
+    """Of the stores. Fed by whoever fetches, asked by the scheduler."""
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
