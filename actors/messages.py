@@ -243,6 +243,9 @@ class EngineInfo:
     """The root of its block keys; what the ingresses ask for must be named below the same."""
     rule: BoundaryRule = field(default_factory=BoundaryRule)
     """What it needs beside blocks to take up a prefix."""
+    block_bytes: int = 0
+    segment_bytes: int = 0
+    """What a block and a state segment take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-// Attention over a paged key/value pool: one kernel for prefill and decode.
+// Attention over a paged key/value pool or a ring: one kernel for prefill and decode.
 //
 // What fixes the bits of one (row, head): keys are taken in tiles of 64 at absolute positions 64 i, tiles in segments
 // of 256 at absolute positions 256 j.
@@ -8,7 +8,8 @@
 //   segment : its tiles in order from m = -inf, sums = acc = 0; l = the fixed tree over the 16 sums
 //   row     : its segments in order: m' = max; l = fma(l_s, c_s, l * c); acc = fma(acc_s, c_s, acc * c);
 //             out = acc * (1 / l)
-// A row at position p sees keys 0..p, or with a window of W the last W of them. A tile or segment without a visible key
+// A row at position p sees keys 0..p, or with a window of W the last W of them; of a ring that is not stored, none before
+// valid_from. A tile or segment without a visible key
 // is skipped, so that a window bounds the work and moves no tile. A key the row does not see never meets its arithmetic:
 // its score is replaced by -inf and the value loop leaves it out. Everything else (query tiles, register blocks,
 // threads, which tasks split by segment) is only an order of evaluation.
@@ -195,7 +196,7 @@ template <class T> class Attention {
 public:
     Attention(const AttentionOp& op, const Rows& rows)
         : op_(op), pool_(*op.pool), rows_(rows), D_(pool_.head_size), heads_(pool_.heads),
-          group_(op.q_heads / pool_.heads) {}
+          group_(op.q_heads / pool_.heads), unstored_(op.ring && !op.ring->segments.blocks) {}
 
     void run(int threads) {
         plan(threads);
@@ -212,22 +213,50 @@ private:
         const T *k[TILE], *v[TILE];
     };
 
+    // Where a position's key and value lie, and how many positions from it on lie behind one another.
+    struct Place {
+        const T *k, *v;
+        long positions;
+    };
+
+    Place row(const void* k, const void* v, long k_at, long v_at, long row, long positions) const {
+        const long offset = row * heads_ * D_;
+        return {static_cast<const T*>(k) + k_at + offset, static_cast<const T*>(v) + v_at + offset, positions};
+    }
+
+    Place in_block(const Unit& u, long position) const {
+        const long offset = position % pool_.block_rows;
+        const long block = rows_.block(rows_.sequence[u.first], position / pool_.block_rows);
+        return row(pool_.k, pool_.v, block * pool_.k_stride, block * pool_.v_stride, offset, pool_.block_rows - offset);
+    }
+
+    // What the step computes itself is not in the ring yet.
+    Place in_ring(const Unit& u, long position) const {
+        const Ring& ring = *op_.ring;
+        const long sequence = rows_.sequence[u.first], before = rows_.start[sequence] - position;
+        if (before <= 0)
+            return row(ring.k, ring.v, 0, 0, u.first + position - rows_.position[u.first], u.last + 1 - position);
+        const long slot = rows_.slot[sequence], offset = position % pool_.block_rows;
+        return row(pool_.k, pool_.v, slot * pool_.k_stride, slot * pool_.v_stride, offset,
+                   min(pool_.block_rows - offset, before));
+    }
+
     void locate(const Unit& u, int begin, Tile& t) const {
-        const long stride = long(heads_) * D_, sequence = rows_.sequence[u.first];
+        const long stride = long(heads_) * D_;
         t.keys = min(u.last + 1 - begin, TILE);
         for (int i = 0; i < t.keys;) {
-            const long position = begin + i, offset = position % pool_.block_rows;
-            const long block = rows_.block(sequence, position / pool_.block_rows);
-            const T* k = static_cast<const T*>(pool_.k) + block * pool_.k_stride + offset * stride;
-            const T* v = static_cast<const T*>(pool_.v) + block * pool_.v_stride + offset * stride;
-            for (int end = min<long>(t.keys, i + pool_.block_rows - offset); i < end; i++, k += stride, v += stride)
+            auto [k, v, positions] = op_.ring ? in_ring(u, begin + i) : in_block(u, begin + i);
+            for (int end = min<long>(t.keys, i + positions); i < end; i++, k += stride, v += stride)
                 t.k[i] = k, t.v[i] = v;
         }
         for (int i = t.keys; i < TILE; i++) t.k[i] = t.k[t.keys - 1], t.v[i] = t.v[t.keys - 1];
     }
 
     // The oldest position that a row sees.
-    int oldest(long t) const { return op_.window ? max(0, rows_.position[t] + 1 - op_.window) : 0; }
+    int oldest(long t) const {
+        const int first = unstored_ ? rows_.valid_from[rows_.sequence[t]] : 0;
+        return op_.window ? max(first, rows_.position[t] + 1 - op_.window) : first;
+    }
 
     Span span(long t, int tile) const {
         return {std::clamp(oldest(t) - tile, 0, TILE), std::clamp(rows_.position[t] + 1 - tile, 0, TILE)};
@@ -468,6 +497,7 @@ private:
     const Pool& pool_;
     const Rows& rows_;
     const int D_, heads_, group_;
+    const bool unstored_;
     std::vector<Unit> units_;
     std::vector<Task> tasks_;
     std::vector<Join> joins_;
@@ -481,7 +511,7 @@ using namespace shoal;
 
 SHOAL_EXPORT(shoal_attention)(const void* op, const Rows* rows, int threads) {
     const auto& attention = *static_cast<const AttentionOp*>(op);
-    if (!rows->fit(*attention.pool)) return 1;
+    if (attention.ring ? !rows->fit(*attention.ring) : !rows->fit(*attention.pool)) return 1;
     if (attention.pool->is_bf16)
         SHOAL_ISA::Attention<SHOAL_ISA::bf16>(attention, *rows).run(threads);
     else

@@ -1,7 +1,7 @@
 """What a device must be able to compute for the lean decoder: one small set of operations.
 
 Shapes are written as suffixes: T rows of a step's packed batch, S sequences, K inputs, N outputs, H heads,
-D head size, V vocabulary, P paged blocks, B rows a block. Activations are float32 on the CPU.
+D head size, V vocabulary, P paged blocks, B rows a block, C copies. Activations are float32 on the CPU.
 
 On the exact path a row's result depends on that row alone: never on its neighbours, the number of rows, the
 thread count or the instruction set. `CpuBackend` keeps that promise to the bit, `TorchBackend` within
@@ -26,11 +26,30 @@ class Linear(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class RingRows:
+    """What layers with a ring must know of a step's sequences and of the segments it names.
+
+    Each sequence's rows are neighbours then, from position `start_S[s]` on, in order.
+    """
+
+    slot_S: Tensor
+    """int32 [S]"""
+    start_S: Tensor
+    """int32 [S]: the first position that the step computes of each"""
+    valid_from_S: Tensor
+    """int32 [S], at most start_S: layers that are not stored have no rows before it; nobody looks there"""
+    restores_C3: Tensor
+    """int32 [C, 3]: (sequence, boundary at most start, segment that has the rows before it)"""
+    captures_C3: Tensor
+    """int32 [C, 3]: the same, of boundaries whose last row the step computes"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Rows:
     """Where each row of a step stands: its sequence, its position, and the sequences' block tables.
 
     A row at position p of sequence s lives in block `table_SN[s, p // B]` at offset `p % B`, and attends to
-    positions up to p of its own sequence. Rows of one sequence need not be neighbours.
+    positions up to p of its own sequence. Without rings, rows of one sequence need not be neighbours.
     """
 
     sequence_T: Tensor
@@ -39,6 +58,10 @@ class Rows:
     """int32 [T]"""
     table_SN: Tensor
     """int32 [S, blocks], padded with 0"""
+    store_from_S: Tensor | None = None
+    """int32 [S]: rows before it are in their blocks already and stay as they are; None writes all"""
+    rings: RingRows | None = None
+    """Needed by layers with a ring, and by these alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -55,6 +78,23 @@ class LayerKV:
 
     k_PBHD: Tensor
     v_PBHD: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class LayerRing:
+    """One sliding-window layer's rows: each sequence's last ones in its slot, the step's own beside them.
+
+    A step goes through a layer in this order: `restore`, `store`, `attention`, `capture`, `commit`. Keys
+    before the step are read from the ring, and only `commit` changes it: so it need not hold a chunk.
+    """
+
+    slots: LayerKV
+    """A block is a slot: the row of position p lies at p % B."""
+    segments: LayerKV | None
+    """A block is a segment: the last B rows before a boundary, in order of their positions. None: the layer
+    is not stored."""
+    own: LayerKV
+    """[1, B, H, D]: row t of the step is row t. All layers may share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -128,11 +168,23 @@ class Tape(Protocol):
 
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None: ...
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None: ...
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing) -> None: ...
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV | LayerRing,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
     ) -> None: ...
+
+    def restore(self, ring: LayerRing) -> None: ...
+
+    def capture(self, ring: LayerRing) -> None: ...
+
+    def commit(self, ring: LayerRing) -> None: ...
 
 
 class Backend(Protocol):
@@ -194,14 +246,14 @@ class Backend(Protocol):
         """
         ...
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
-        """Write this step's keys and values into the pool, rounded to its dtype."""
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing, rows: Rows) -> None:
+        """Write this step's keys and values into the pool, or beside the ring, rounded to its dtype."""
         ...
 
     def attention(
         self,
         q_THD: Tensor,
-        kv: LayerKV,
+        kv: LayerKV | LayerRing,
         rows: Rows,
         scale: float,
         out_THD: Tensor,
@@ -210,8 +262,24 @@ class Backend(Protocol):
     ) -> Tensor:
         """softmax(scale * q @ k.T) @ v over positions of the row's sequence; grouped heads.
 
-        A row at position p sees positions 0..p, or the last `window` of them: p - window + 1..p.
+        A row at position p sees positions 0..p, or the last `window` of them: p - window + 1..p. Over a ring
+        there must be a window, at most one longer than the ring, and the bits are those of paged rows.
         """
+        ...
+
+    def restore(self, ring: LayerRing, rows: Rows) -> None:
+        """Copy the segments that the step restores to their sequences' slots, as far as a ring is long."""
+        ...
+
+    def capture(self, ring: LayerRing, rows: Rows) -> None:
+        """Fill the segments that the step names, from the ring as it was before and the step's own rows.
+
+        Of a layer that is not stored there are none, and nothing is restored either.
+        """
+        ...
+
+    def commit(self, ring: LayerRing, rows: Rows) -> None:
+        """Write the step's own rows to the ring, each sequence's last ones if they do not all fit."""
         ...
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:

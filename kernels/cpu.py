@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import library
-from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import (
+    Adjustment,
+    LayerKV,
+    LayerRing,
+    Linear,
+    Logprobs,
+    RingRows,
+    Rotary,
+    Rows,
+    Sampling,
+    Tape,
+)
 
 # Names the bits, of every instruction set alike. Bump it with any change that alters a bit of any output:
 # computed keys and values are shared under this name.
@@ -146,13 +157,13 @@ class CpuBackend:
     def rotate(self, x_THD: Tensor, rotary: Rotary, rows: Rows) -> None:
         self._run(self._kernels.rotate, _rotate(x_THD, rotary), rows)
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing, rows: Rows) -> None:
         self._run(self._kernels.store, _store(k_THD, v_THD, kv), rows)
 
     def attention(
         self,
         q_THD: Tensor,
-        kv: LayerKV,
+        kv: LayerKV | LayerRing,
         rows: Rows,
         scale: float,
         out_THD: Tensor,
@@ -161,6 +172,17 @@ class CpuBackend:
     ) -> Tensor:
         self._run(self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window), rows)
         return out_THD
+
+    def restore(self, ring: LayerRing, rows: Rows) -> None:
+        if ring.segments is not None:
+            self.record(lambda tape: tape.restore(ring))(rows)
+
+    def capture(self, ring: LayerRing, rows: Rows) -> None:
+        if ring.segments is not None:
+            self.record(lambda tape: tape.capture(ring))(rows)
+
+    def commit(self, ring: LayerRing, rows: Rows) -> None:
+        self.record(lambda tape: tape.commit(ring))(rows)
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
         tape = CpuTape(self._kernels)
@@ -237,13 +259,30 @@ class CpuTape:
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self._recorded.append((self._kernels.rotate, _rotate(x_THD, rotary)))
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing) -> None:
         self._recorded.append((self._kernels.store, _store(k_THD, v_THD, kv)))
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV | LayerRing,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
     ) -> None:
         self._recorded.append((self._kernels.attention, _attention(q_THD, kv, scale, out_THD, window)))
+
+    def restore(self, ring: LayerRing) -> None:
+        if ring.segments is not None:
+            self._recorded.append((self._kernels.restore, _ring_op(ring)))
+
+    def capture(self, ring: LayerRing) -> None:
+        if ring.segments is not None:
+            self._recorded.append((self._kernels.capture, _ring_op(ring)))
+
+    def commit(self, ring: LayerRing) -> None:
+        self._recorded.append((self._kernels.commit, _ring_op(ring)))
 
     def close(self, threads: int) -> Callable[[Rows], None]:
         recorded, run_tape = tuple(self._recorded), library.load().shoal_run_tape
@@ -261,7 +300,7 @@ class CpuTape:
 
 def _raise_if(failed: int) -> None:
     if failed:
-        raise ValueError("a row's id, sequence, position or block is out of range")
+        raise ValueError("a row's id, sequence, position, block, slot or segment is out of range")
 
 
 def _linear(x_TK: Tensor, w: Linear, out_TN: Tensor, *, gate_up: bool = False, add: bool = False) -> Op:
@@ -314,18 +353,20 @@ def _rotate(x_THD: Tensor, rotary: Rotary) -> Op:
     return Op(struct, rows, (x_THD, rotary))
 
 
-def _store(k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> Op:
-    pool = _pool(kv)
+def _store(k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing) -> Op:
+    pool, ring, keeps = _places(kv)
     *k_shape, k_stride = _heads("k", k_THD)
     *v_shape, v_stride = _heads("v", v_THD)
     if k_shape != v_shape or k_shape[1:] != [pool.heads, pool.head_size]:
         raise ValueError(f"k is {k_shape}, v {v_shape}; the pool has {pool.heads} heads of {pool.head_size}")
-    struct = library.StoreOp(k_THD.data_ptr(), k_stride, v_THD.data_ptr(), v_stride, addressof(pool))
-    return Op(struct, k_shape[0], (k_THD, v_THD, kv, pool))
+    struct = library.StoreOp(k_THD.data_ptr(), k_stride, v_THD.data_ptr(), v_stride, addressof(pool), ring)
+    return Op(struct, k_shape[0], (k_THD, v_THD, keeps))
 
 
-def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, window: int | None) -> Op:
-    pool = _pool(kv)
+def _attention(
+    q_THD: Tensor, kv: LayerKV | LayerRing, scale: float, out_THD: Tensor, window: int | None
+) -> Op:
+    pool, ring, keeps = _places(kv)
     *q_shape, q_stride = _heads("q", q_THD)
     *out_shape, out_stride = _heads("out", out_THD)
     rows, heads, head_size = q_shape
@@ -335,11 +376,19 @@ def _attention(q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, window
         raise ValueError(f"{heads} query heads cannot share {pool.heads} key/value heads")
     if window is not None and not 0 < window < 1 << 31:
         raise ValueError(f"a window of {window} positions; it must be from 1 to {(1 << 31) - 1}")
+    if ring and (window is None or window - 1 > pool.block_rows):
+        raise ValueError(f"a window of {window} positions over a ring of {pool.block_rows} rows")
     struct = library.AttentionOp(
-        *(q_THD.data_ptr(), q_stride, addressof(pool), out_THD.data_ptr(), out_stride),
+        *(q_THD.data_ptr(), q_stride, addressof(pool), ring, out_THD.data_ptr(), out_stride),
         *(heads, window or 0, scale),
     )
-    return Op(struct, rows, (q_THD, kv, pool, out_THD))
+    return Op(struct, rows, (q_THD, keeps, out_THD))
+
+
+def _ring_op(ring: LayerRing) -> Op:
+    """Of as many rows as can be beside the ring."""
+    struct = _ring(ring)
+    return Op(library.RingOp(addressof(struct)), struct.own_rows, (struct, ring))
 
 
 def _rows(rows: Rows) -> library.Rows:
@@ -347,8 +396,51 @@ def _rows(rows: Rows) -> library.Rows:
     _expect("sequence", rows.sequence_T, torch.int32, (count,))
     _expect("position", rows.position_T, torch.int32, (count,))
     _expect("table", rows.table_SN, torch.int32, (sequences, width))
-    pointers = (rows.sequence_T.data_ptr(), rows.position_T.data_ptr(), rows.table_SN.data_ptr())
-    return library.Rows(*pointers, count, sequences, width)
+    where = library.Rows(
+        sequence=rows.sequence_T.data_ptr(),
+        position=rows.position_T.data_ptr(),
+        table=rows.table_SN.data_ptr(),
+        count=count,
+        sequences=sequences,
+        width=width,
+    )
+    if rows.store_from_S is not None:
+        _expect("store_from", rows.store_from_S, torch.int32, (sequences,))
+        where.store_from = rows.store_from_S.data_ptr()
+    if rows.rings is not None:
+        _add_ring_rows(where, rows.rings)
+    return where
+
+
+def _add_ring_rows(where: library.Rows, rows: RingRows) -> None:
+    for name, x in (("slot", rows.slot_S), ("start", rows.start_S), ("valid_from", rows.valid_from_S)):
+        _expect(name, x, torch.int32, (where.sequences,))
+        setattr(where, name, x.data_ptr())
+    for name, x in (("restores", rows.restores_C3), ("captures", rows.captures_C3)):
+        _expect(name, x, torch.int32, (len(x), 3))
+        setattr(where, name, x.data_ptr())
+        setattr(where, f"num_{name}", len(x))
+
+
+def _places(kv: LayerKV | LayerRing) -> tuple[library.Pool, int | None, object]:
+    """The pool that rows are read from, the address of the ring if it is one's, and what both point to."""
+    if isinstance(kv, LayerKV):
+        pool = _pool(kv)
+        return pool, None, (pool, kv)
+    ring = _ring(kv)
+    return ring.slots, addressof(ring), (ring, kv)
+
+
+def _ring(ring: LayerRing) -> library.Ring:
+    slots, own = _pool(ring.slots), _pool(ring.own)
+    segments = library.Pool() if ring.segments is None else _pool(ring.segments)
+    for what, pool in (("own rows", own), ("segments", segments)):
+        same = (pool.heads, pool.head_size, pool.is_bf16) == (slots.heads, slots.head_size, slots.is_bf16)
+        if pool.blocks and not same:
+            raise ValueError(f"the {what} of a ring have other heads, or another dtype")
+    if own.blocks != 1 or not slots.block_rows or (ring.segments is not None and not segments.blocks):
+        raise ValueError("a ring needs rows, one block of own rows beside it, and segments if it is stored")
+    return library.Ring(slots, segments, own.k, own.v, own.block_rows)
 
 
 def _pool(kv: LayerKV) -> library.Pool:

@@ -22,7 +22,7 @@ class KernelsUnavailable(Exception):
 _P, _L, _I, _F = c_void_p, c_long, c_int, c_float  # plain addresses: converting anything richer takes longer
 
 
-# `Pool` and `Rows` of paged.h.
+# `Pool`, `Ring` and `Rows` of paged.h.
 class Pool(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v")),
@@ -31,10 +31,15 @@ class Pool(ctypes.Structure):
     )
 
 
+class Ring(ctypes.Structure):
+    _fields_ = (("slots", Pool), ("segments", Pool), ("k", _P), ("v", _P), ("own_rows", _L))
+
+
 class Rows(ctypes.Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("sequence", "position", "table")),
-        *((name, c_long) for name in ("count", "sequences", "width")),
+        *((name, c_void_p) for name in ("sequence", "position", "table", "store_from")),
+        *((name, c_void_p) for name in ("slot", "start", "valid_from", "restores", "captures")),
+        *((name, c_long) for name in ("count", "sequences", "width", "num_restores", "num_captures")),
     )
 
 
@@ -65,14 +70,18 @@ class RotateOp(ctypes.Structure):
 
 
 class StoreOp(ctypes.Structure):
-    _fields_ = (("k", _P), ("k_stride", _L), ("v", _P), ("v_stride", _L), ("pool", _P))
+    _fields_ = (("k", _P), ("k_stride", _L), ("v", _P), ("v_stride", _L), ("pool", _P), ("ring", _P))
 
 
 class AttentionOp(ctypes.Structure):
     _fields_ = (
-        *(("q", _P), ("q_stride", _L), ("pool", _P), ("out", _P), ("out_stride", _L)),
+        *(("q", _P), ("q_stride", _L), ("pool", _P), ("ring", _P), ("out", _P), ("out_stride", _L)),
         *(("q_heads", _I), ("window", _I), ("scale", _F)),
     )
+
+
+class RingOp(ctypes.Structure):
+    _fields_ = (("ring", _P),)
 
 
 # `Adjustment` of sample.cpp.
@@ -85,7 +94,7 @@ class Adjustment(ctypes.Structure):
 
 
 Function = Callable[..., int]
-Op = LinearOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp
+Op = LinearOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp | RingOp
 
 
 # What a tape holds, see tape.cpp.
@@ -99,6 +108,7 @@ class Call(ctypes.Structure):
 
 _PER_ISA: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("linear", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)),
+    **dict.fromkeys(("restore", "capture", "commit"), (_P, _P, _I)),
     "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _P, _I),
     "logprobs": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _P, _P, _I),
 }
@@ -115,6 +125,9 @@ class Kernels:
     rotate: Function
     store: Function
     attention: Function
+    restore: Function
+    capture: Function
+    commit: Function
     sample: Function
     logprobs: Function
 

@@ -6,7 +6,7 @@
 
 namespace shoal {
 
-// 1 means that a row's position, sequence or block is out of range; nothing was written then.
+// 1 means that a row's position, sequence, block, slot or segment is out of range; nothing was written then.
 using Kernel = int (*)(const void* op, const Rows* rows, int threads);
 
 struct LinearOp {  // y = x w^T, plus bias; silu(gate) * up of a gate-up matrix; added to y
@@ -43,23 +43,29 @@ struct RotateOp {  // pairs (i, i + half) of each head by its row's angle, in pl
     long positions, half;
 };
 
-struct StoreOp {  // each row's keys and values to its place in the pool, in the pool's type
+struct StoreOp {  // each row's keys and values to its place in the pool, or to the ring's own rows, in its type
     const float* k;
     long k_stride;
     const float* v;
     long v_stride;
-    const Pool* pool;
+    const Pool* pool;  // of a ring: its slots
+    const Ring* ring;  // null: rows are paged
 };
 
 struct AttentionOp {
     const float* q;
     long q_stride;
-    const Pool* pool;
+    const Pool* pool;  // of a ring: its slots
+    const Ring* ring;  // null: rows are paged
     float* out;
     long out_stride;
     int q_heads;
     int window;  // a row sees so many positions, its own the last; 0: all
     float scale;
+};
+
+struct RingOp {  // restore: the named segments to their slots; capture: rows to the named segments; commit: the step's
+    const Ring* ring;  // own rows to their slots, as many as fit
 };
 
 }  // namespace shoal

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import Adjustment, LayerKV, Linear, Logprobs, Rotary, Rows, Sampling, Tape
+from shoal.kernels.backend import (
+    Adjustment,
+    LayerKV,
+    LayerRing,
+    Linear,
+    Logprobs,
+    RingRows,
+    Rotary,
+    Rows,
+    Sampling,
+    Tape,
+)
 
 
 def torch_numerics() -> str:
@@ -98,17 +109,25 @@ class TorchBackend:
         x_THD[..., :half] = a * cos_T1F - b * sin_T1F
         x_THD[..., half : 2 * half] = b * cos_T1F + a * sin_T1F
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV, rows: Rows) -> None:
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing, rows: Rows) -> None:
+        if isinstance(kv, LayerRing):
+            for own, x_THD in ((kv.own.k_PBHD, k_THD), (kv.own.v_PBHD, v_THD)):
+                own[0, : len(x_THD)] = x_THD.to(own.dtype)
+            return
         block_rows = kv.k_PBHD.shape[1]
-        position_T = rows.position_T.long()
-        block_T = rows.table_SN[rows.sequence_T.long(), position_T // block_rows].long()
-        kv.k_PBHD[block_T, position_T % block_rows] = k_THD.to(kv.k_PBHD.dtype)
-        kv.v_PBHD[block_T, position_T % block_rows] = v_THD.to(kv.v_PBHD.dtype)
+        sequence_T, position_T = rows.sequence_T.long(), rows.position_T.long()
+        block_T = rows.table_SN[sequence_T, position_T // block_rows].long()
+        offset_T = position_T % block_rows
+        if rows.store_from_S is not None:
+            new_T = position_T >= rows.store_from_S[sequence_T]
+            block_T, offset_T, k_THD, v_THD = (x[new_T] for x in (block_T, offset_T, k_THD, v_THD))
+        kv.k_PBHD[block_T, offset_T] = k_THD.to(kv.k_PBHD.dtype)
+        kv.v_PBHD[block_T, offset_T] = v_THD.to(kv.v_PBHD.dtype)
 
     def attention(
         self,
         q_THD: Tensor,
-        kv: LayerKV,
+        kv: LayerKV | LayerRing,
         rows: Rows,
         scale: float,
         out_THD: Tensor,
@@ -118,20 +137,52 @@ class TorchBackend:
         for sequence in sorted(set(rows.sequence_T.tolist())):
             mine = (rows.sequence_T == sequence).nonzero().flatten()
             position_Q = rows.position_T[mine]
-            length = int(position_Q.max()) + 1
-            group = q_THD.shape[1] // kv.k_PBHD.shape[2]
-            k_NHD, v_NHD = (
-                _gather(pool, rows.table_SN[sequence], length).repeat_interleave(group, dim=1)
-                for pool in (kv.k_PBHD, kv.v_PBHD)
-            )
-            position_N = torch.arange(length, device=self._device)
+            first, end = 0, int(position_Q.max()) + 1
+            if isinstance(kv, LayerRing):
+                assert window is not None
+                first = max(0, int(position_Q.min()) + 1 - window, _valid_from(kv, rows, sequence))
+            k_NHD, v_NHD = (x[first:].float() for x in _sequence_rows(kv, rows, sequence, end))
+            group = q_THD.shape[1] // k_NHD.shape[1]
+            position_N = torch.arange(first, end, device=self._device)
             hidden_QN = position_N > position_Q[:, None]
             if window is not None:
                 hidden_QN |= position_N <= position_Q[:, None] - window
+            k_NHD, v_NHD = (x.repeat_interleave(group, dim=1) for x in (k_NHD, v_NHD))
             score_HQN = torch.einsum("qhd,nhd->hqn", q_THD[mine], k_NHD) * scale
             weight_HQN = score_HQN.masked_fill(hidden_QN, -torch.inf).softmax(-1)
             out_THD[mine] = torch.einsum("hqn,nhd->qhd", weight_HQN, v_NHD)
         return out_THD
+
+    def restore(self, ring: LayerRing, rows: Rows) -> None:
+        if ring.segments is None:
+            return
+        state, segment_rows, ring_rows = _ring_rows(rows), *_lengths(ring)
+        for sequence, boundary, segment in state.restores_C3.tolist():
+            first = boundary - segment_rows
+            kept = max(first, int(state.start_S[sequence]) - ring_rows)
+            position_N = torch.arange(kept, boundary, device=self._device)
+            for slots, segments in _sides(ring.slots, ring.segments):
+                slots[state.slot_S[sequence], position_N % ring_rows] = segments[segment, position_N - first]
+
+    def capture(self, ring: LayerRing, rows: Rows) -> None:
+        if ring.segments is None:
+            return
+        for sequence, boundary, segment in _ring_rows(rows).captures_C3.tolist():
+            first = boundary - _lengths(ring)[0]
+            for segments, x_NHD in zip(
+                (ring.segments.k_PBHD, ring.segments.v_PBHD),
+                _sequence_rows(ring, rows, sequence, boundary),
+                strict=True,
+            ):
+                segments[segment] = x_NHD[first:]
+
+    def commit(self, ring: LayerRing, rows: Rows) -> None:
+        state, (_, ring_rows) = _ring_rows(rows), _lengths(ring)
+        for sequence in sorted(set(rows.sequence_T.tolist())):
+            mine = (rows.sequence_T == sequence).nonzero().flatten()[-ring_rows:]
+            row_N = rows.position_T[mine].long() % ring_rows
+            for slots, own in _sides(ring.slots, ring.own):
+                slots[state.slot_S[sequence], row_N] = own[0, mine]
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
         def run(rows: Rows) -> None:
@@ -202,13 +253,28 @@ class TorchTape:
     def rotate(self, x_THD: Tensor, rotary: Rotary) -> None:
         self.backend.rotate(self._first(x_THD), rotary, self.rows)
 
-    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV) -> None:
+    def store(self, k_THD: Tensor, v_THD: Tensor, kv: LayerKV | LayerRing) -> None:
         self.backend.store(self._first(k_THD), self._first(v_THD), kv, self.rows)
 
     def attention(
-        self, q_THD: Tensor, kv: LayerKV, scale: float, out_THD: Tensor, *, window: int | None = None
+        self,
+        q_THD: Tensor,
+        kv: LayerKV | LayerRing,
+        scale: float,
+        out_THD: Tensor,
+        *,
+        window: int | None = None,
     ) -> None:
         self.backend.attention(self._first(q_THD), kv, self.rows, scale, self._first(out_THD), window=window)
+
+    def restore(self, ring: LayerRing) -> None:
+        self.backend.restore(ring, self.rows)
+
+    def capture(self, ring: LayerRing) -> None:
+        self.backend.capture(ring, self.rows)
+
+    def commit(self, ring: LayerRing) -> None:
+        self.backend.commit(ring, self.rows)
 
     def _first(self, x: Tensor) -> Tensor:
         return x[: len(self.rows.sequence_T)]
@@ -232,9 +298,45 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _gather(pool_PBHD: Tensor, table_N: Tensor, length: int) -> Tensor:
-    """The first `length` rows of a sequence, as float32 [length, H, D]."""
+    """The first `length` rows of a sequence, [length, H, D]."""
     blocks = -(-length // pool_PBHD.shape[1])
-    return pool_PBHD[table_N[:blocks].long()].flatten(0, 1)[:length].float()
+    return pool_PBHD[table_N[:blocks].long()].flatten(0, 1)[:length]
+
+
+def _sequence_rows(kv: LayerKV | LayerRing, rows: Rows, sequence: int, end: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of positions 0..end-1, [end, H, D]; what a ring no longer has is anything."""
+    if isinstance(kv, LayerKV):
+        table_N = rows.table_SN[sequence]
+        return _gather(kv.k_PBHD, table_N, end), _gather(kv.v_PBHD, table_N, end)
+    state, (_, ring_rows) = _ring_rows(rows), _lengths(kv)
+    slot, start = int(state.slot_S[sequence]), int(state.start_S[sequence])
+    mine = (rows.sequence_T == sequence).nonzero().flatten()
+    before = torch.arange(min(start, end), device=mine.device) % ring_rows
+    k_NHD, v_NHD = (
+        torch.cat([slots[slot, before], own[0, mine[: max(0, end - start)]]])
+        for slots, own in _sides(kv.slots, kv.own)
+    )
+    return k_NHD, v_NHD
+
+
+def _sides(a: LayerKV, b: LayerKV) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Keys of both, values of both."""
+    return (a.k_PBHD, b.k_PBHD), (a.v_PBHD, b.v_PBHD)
+
+
+def _lengths(ring: LayerRing) -> tuple[int, int]:
+    """Rows of a segment and of the ring."""
+    return 0 if ring.segments is None else ring.segments.k_PBHD.shape[1], ring.slots.k_PBHD.shape[1]
+
+
+def _ring_rows(rows: Rows) -> RingRows:
+    if rows.rings is None:
+        raise ValueError("a step without slots for a layer with a ring")
+    return rows.rings
+
+
+def _valid_from(ring: LayerRing, rows: Rows, sequence: int) -> int:
+    return int(_ring_rows(rows).valid_from_S[sequence]) if ring.segments is None else 0
 
 
 def _without_nan(logits_TV: Tensor) -> Tensor:

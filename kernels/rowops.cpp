@@ -91,8 +91,8 @@ SHOAL_EXPORT(shoal_rotate)(const void* op, const Rows* rows, int threads) {
 }
 
 SHOAL_EXPORT(shoal_store)(const void* op, const Rows* rows, int threads) {
-    const auto [k, k_stride, v, v_stride, pool] = *static_cast<const StoreOp*>(op);
-    if (!rows->fit(*pool)) return 1;
+    const auto [k, k_stride, v, v_stride, pool, ring] = *static_cast<const StoreOp*>(op);
+    if (ring ? !rows->fit(*ring) : !rows->fit(*pool)) return 1;
     const long size = long(pool->heads) * pool->head_size;
     auto write = [=](void* to, long at, const float* from) {
         if (pool->is_bf16)
@@ -101,7 +101,14 @@ SHOAL_EXPORT(shoal_store)(const void* op, const Rows* rows, int threads) {
             std::memcpy(static_cast<float*>(to) + at, from, size * sizeof(float));
     };
     parallel_rows(threads, rows->count, 2 * size, [=](long t) {
-        const long position = rows->position[t], block = rows->block(rows->sequence[t], position / pool->block_rows);
+        if (ring) {
+            write(ring->k, t * size, k + t * k_stride);
+            write(ring->v, t * size, v + t * v_stride);
+            return;
+        }
+        const long sequence = rows->sequence[t], position = rows->position[t];
+        if (rows->store_from && position < rows->store_from[sequence]) return;
+        const long block = rows->block(sequence, position / pool->block_rows);
         const long offset = position % pool->block_rows * size;
         write(pool->k, block * pool->k_stride + offset, k + t * k_stride);
         write(pool->v, block * pool->v_stride + offset, v + t * v_stride);

@@ -18,6 +18,7 @@ MAY_IMPORT = {
 
 TORCH_HALF = (
     "shoal.actors.engine.build",
+    "shoal.actors.engine.device_memory",
     "shoal.actors.engine.runner",
     "shoal.actors.engine.sampler",
     "shoal.actors.engine.models",

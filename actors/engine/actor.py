@@ -111,6 +111,9 @@ class EngineActor:
             backend=built.backend.name,
             memory=built.memory.describe(),
             fingerprint=built.fingerprint,
+            rule=built.layout.rule,
+            block_bytes=built.memory.block_bytes,
+            segment_bytes=built.memory.segment_bytes,
         )
 
     async def introduce(

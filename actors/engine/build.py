@@ -11,9 +11,11 @@ import torch
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
+from shoal.actors.engine.model_layout import ModelLayout, model_layout
 from shoal.actors.engine.models.choose import model_config, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
 from shoal.actors.engine.models.decoder_config import load_config
@@ -23,7 +25,7 @@ from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryMo
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.actors.engine.pools import Pools
-from shoal.actors.engine.runner import ModelRunner, PagedPool, TokenRows
+from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import Draw, SequenceId, SequenceStep, StepPlan
 from shoal.actors.engine.timed_runner import TimedRunner
@@ -31,7 +33,7 @@ from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
 from shoal.kernels.library import KernelsUnavailable
-from shoal.kvstore.layout import BlockLayout, KVDtype
+from shoal.kvstore.layout import KVDtype
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +50,18 @@ class LoadedModel:
     numerics: str
     """See models.choose.numerics."""
 
-    def block_layout(self, block_size: int, dtype: KVDtype) -> BlockLayout:
-        return BlockLayout(
-            num_layers=self.config.num_layers,
+    def layout(
+        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+    ) -> ModelLayout:
+        """Raises ValueError if the model has fewer layers that could be dropped."""
+        return model_layout(
+            self.config.windows,
             num_kv_heads=self.config.num_kv_heads,
             head_dim=self.config.head_dim,
             block_size=block_size,
             dtype=dtype,
+            max_model_len=max_model_len,
+            num_dropped_layers=num_dropped_layers,
         )
 
 
@@ -63,6 +70,8 @@ class BuiltEngine:
     engine: Engine
     runner: TimedRunner
     memory: MemoryPlan
+    layout: ModelLayout
+    device: DeviceMemory
     backend: Backend
     largest_step_s: float
     """What a step of max_num_batched_tokens took here, its first time."""
@@ -101,8 +110,14 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     except KernelsUnavailable as error:
         raise ValueError(f"--require-kernels, but {error}") from error
     loaded = load_model(Path(config.checkpoint), backend, max_model_len=config.max_model_len)
+    layout = loaded.layout(
+        block_size=config.block_size,
+        dtype=config.kv_cache_dtype,
+        max_model_len=config.max_model_len,
+        num_dropped_layers=config.num_dropped_layers,
+    )
     decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
-    layout = loaded.block_layout(config.block_size, config.kv_cache_dtype)
+    device_memory = partial(DeviceMemory, layout, max_rows=config.max_num_batched_tokens, device=DEVICE)
     limits = config.scheduler(vocab_size=loaded.config.vocab_size)
     rows = TokenRows(
         num_rows=limits.num_rows,
@@ -111,7 +126,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         device=DEVICE,
     )
     rehearsal = ModelRunner(
-        decoder, PagedPool(layout, 1, DEVICE), rows, backend, DEVICE, max_logits=config.max_num_seqs
+        decoder, device_memory(num_blocks=1), rows, backend, DEVICE, max_logits=config.max_num_seqs
     )
     started = time.monotonic()
     step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
@@ -121,30 +136,41 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
         step_peak_bytes=step_peak_bytes + rows.num_bytes,
-        state_bytes_per_slot=0,
-        block_bytes=layout.bytes_per_block,
+        state_bytes_per_slot=layout.state.bytes_per_slot if layout.state else 0,
+        block_bytes=layout.blocks.bytes_per_block,
         block_size=config.block_size,
+        segment_bytes=layout.segment_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
     )
     logger.info("%s", memory.describe())
-    pool = PagedPool(layout, memory.num_blocks, DEVICE)
-    runner = TimedRunner(ModelRunner(decoder, pool, rows, backend, DEVICE, max_logits=config.max_num_seqs))
+    device = device_memory(
+        num_blocks=memory.num_blocks, num_slots=memory.num_slots, num_segments=memory.num_segments
+    )
+    runner = TimedRunner(ModelRunner(decoder, device, rows, backend, DEVICE, max_logits=config.max_num_seqs))
     pools = Pools(
         num_blocks=memory.num_blocks,
         block_size=config.block_size,
         num_rows=limits.num_rows,
-        cache=config.prefix_cache,
+        num_slots=memory.num_slots,
+        cache="naive" if layout.state else config.prefix_cache,  # until hits restore what rings need
     )
-    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}")
+    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}")
     return BuiltEngine(
         engine=Engine(Scheduler(limits, pools, fingerprint=root), runner),
         runner=runner,
         memory=memory,
+        layout=layout,
+        device=device,
         backend=backend,
         largest_step_s=largest_step_s,
         fingerprint=root,
     )
+
+
+def _state_named(layout: ModelLayout) -> str:
+    """Which rows are in blocks and which in segments: engines that differ in it cannot read each other's."""
+    return f", {layout.state}" if layout.state else ""
 
 
 def _largest_step(config: EngineConfig) -> StepPlan:
@@ -162,7 +188,7 @@ def _longest_step(config: EngineConfig) -> StepPlan:
 
 
 def _rehearsal(config: EngineConfig, rows: Iterable[tuple[int, int]]) -> StepPlan:
-    """Rows start, ..., end - 1 of each sequence, all on block 0, where nothing of value lies."""
+    """Rows start, ..., end - 1 of each sequence, all on block 0 and slot 0, where nothing of value lies."""
     return StepPlan(
         step_id=0,
         sequences=tuple(

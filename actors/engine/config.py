@@ -28,11 +28,15 @@ class EngineConfig:
     """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
+    num_dropped_layers: int = 0
+    """So many of the last sliding layers are not stored: they are computed again before a prefix is taken up,
+    over as many times their window."""
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""
 
     def __post_init__(self) -> None:
-        for name, least in {"max_model_len": 2, "memory_bytes": 1, "threads": 1}.items():
+        least_values = {"max_model_len": 2, "memory_bytes": 1, "threads": 1, "num_dropped_layers": 0}
+        for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.block_size < 16 or self.block_size % 16:

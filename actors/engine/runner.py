@@ -7,25 +7,12 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
+from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.sampler import DrawRow, Sampler
 from shoal.actors.engine.step import SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import TokenLogprob
-from shoal.kernels.backend import Backend, LayerKV, Rows
-from shoal.kvstore.layout import BlockLayout
-
-
-class PagedPool:
-    """The device's K/V memory, one tensor of the layout's shape, not initialised: nobody reads a row that no
-    step has written."""
-
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.dtype]
-        self.storage = torch.empty(layout.pool_shape(num_blocks), dtype=dtype, device=device)
-        self.layers = tuple(
-            LayerKV(k_PBHD=self.storage[:, layer, 0], v_PBHD=self.storage[:, layer, 1])
-            for layer in range(layout.num_layers)
-        )
+from shoal.kernels.backend import Backend, RingRows, Rows
 
 
 class TokenRows:
@@ -78,7 +65,7 @@ class ModelRunner:
     def __init__(
         self,
         model: Decoder,
-        pool: PagedPool,
+        memory: DeviceMemory,
         rows: TokenRows,
         backend: Backend,
         device: torch.device,
@@ -87,7 +74,7 @@ class ModelRunner:
     ) -> None:
         """`model` computes at most `max_logits` rows of logits at a time."""
         self._model = model
-        self._pool = pool
+        self._memory = memory
         self._rows = rows
         self._backend = backend
         self._device = device
@@ -99,7 +86,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def hidden_states(self, plan: StepPlan) -> Tensor:
-        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
+        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call.
+
+        So a sequence's rows are neighbours, as rings need them.
+        """
         self._rows.load(plan)
         lengths = [s.end - s.start for s in plan.sequences]
         row_S = np.array([s.row for s in plan.sequences], dtype=np.int64)
@@ -109,9 +99,35 @@ class ModelRunner:
             sequence_T=self._on_device(sequence_T),
             position_T=self._on_device(position_T),
             table_SN=self._rows.tables(self._on_device(row_S)),
+            store_from_S=self._store_from(plan),
+            rings=None if self._memory.slots is None else self._ring_rows(plan),
         )
         token_ids_T = self._rows.tokens(self._on_device(row_S[sequence_T]), rows.position_T)
-        return self._model.hidden_states(token_ids_T, rows, self._pool.layers)
+        return self._model.hidden_states(token_ids_T, rows, self._memory.layers)
+
+    def _store_from(self, plan: StepPlan) -> Tensor | None:
+        """int32 [S], if there is a sequence that must not write all its rows."""
+        if not any(s.start < s.store_from for s in plan.sequences):
+            return None
+        return self._on_device(np.array([s.store_from for s in plan.sequences], dtype=np.int32))
+
+    def _ring_rows(self, plan: StepPlan) -> RingRows:
+        block_size = self._memory.layout.blocks.block_size
+        restores = [
+            (i, s.start - age * block_size, segment)
+            for i, s in enumerate(plan.sequences)
+            for age, segment in enumerate(reversed(s.restore))
+        ]
+        captures = [(i, *capture) for i, s in enumerate(plan.sequences) for capture in s.captures]
+        slots = np.array([(s.slot, s.start, s.valid_from) for s in plan.sequences], dtype=np.int32)
+        slot_S, start_S, valid_from_S = (self._on_device(column.copy()) for column in slots.T)
+        return RingRows(
+            slot_S=slot_S,
+            start_S=start_S,
+            valid_from_S=valid_from_S,
+            restores_C3=self._on_device(np.array(restores, dtype=np.int32).reshape(-1, 3)),
+            captures_C3=self._on_device(np.array(captures, dtype=np.int32).reshape(-1, 3)),
+        )
 
     @torch.inference_mode()
     def draw(self, plan: StepPlan, hidden_TN: Tensor) -> StepResult:

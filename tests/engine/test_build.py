@@ -11,7 +11,8 @@ from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
 from shoal.kernels.library import KernelsUnavailable
-from tests.checkpoints import tiny_llama
+from shoal.kvstore.boundary import BoundaryRule
+from tests.checkpoints import tiny_llama, tiny_mistral
 
 MIB = 1 << 20
 
@@ -46,6 +47,45 @@ def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None
     built.engine.check()
 
 
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers whose tokens see 24 positions."""
+    return tiny_mistral(tmp_path_factory.mktemp("mistral"))
+
+
+def test_an_engine_with_rings_has_slots_and_segments_within_its_memory(windowed: Path) -> None:
+    built = build.build_engine(a_config(windowed, max_num_seqs=4, num_dropped_layers=1))
+    memory, layout = built.memory, built.layout
+    assert layout.has_ring == (True, True) and layout.state is not None
+    assert layout.rule == BoundaryRule(num_segments=2, num_recomputed=2)
+    row = 2 * 2 * 16 * 4  # K and V, 2 heads of 16 floats
+    assert memory.state_bytes == 2 * 5 * 2 * 24 * row, "staging too, floor(1.2 * 4) + 1 slots, 2 rings of 24"
+    assert (memory.block_bytes, memory.segment_bytes) == (0, 1 * 16 * row), "one layer is stored"
+    used_bytes = memory.weights_bytes + memory.step_peak_bytes + memory.state_bytes
+    assert (
+        64 * MIB - memory.segment_bytes < used_bytes + memory.num_segments * memory.segment_bytes <= 64 * MIB
+    )
+    assert memory.num_blocks == memory.num_segments, "a block is only a number, and each may have a segment"
+    for part, count in ((built.device.slots, 5), (built.device.segments, memory.num_segments)):
+        assert part is not None and len(part) == count
+
+
+def test_what_is_in_blocks_and_segments_is_named_by_the_fingerprint(windowed: Path) -> None:
+    """Engines with other layers in rings, or with fewer stored, cannot read each other's bytes."""
+    roots = {
+        build.build_engine(a_config(windowed, **changes)).fingerprint
+        for changes in ({}, {"num_dropped_layers": 1}, {"max_model_len": 24})
+    }
+    assert len(roots) == 3
+
+
+def test_more_dropped_layers_than_a_model_has_are_refused(windowed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot drop 3 sliding layers: of the model's 2 layers, 2 have"):
+        build.build_engine(a_config(windowed, num_dropped_layers=3))
+    with pytest.raises(ValueError, match=r"cannot drop 1 sliding layers: .* 0 have .* max_model_len 256"):
+        build.build_engine(a_config(tiny_llama(tmp_path), num_dropped_layers=1))
+
+
 def test_82_an_engine_that_could_not_hold_one_sequence_is_not_built(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughMemory, match="one sequence of max_model_len 256 needs 16 KV blocks of 8KiB"):
         build.build_engine(a_config(tiny_llama(tmp_path), memory_bytes=100_000))
@@ -62,7 +102,9 @@ def test_without_kernels_an_engine_that_requires_them_is_not_built(
         build.build_engine(a_config(tmp_path, require_kernels=True))
 
 
-@pytest.mark.parametrize(("name", "least"), [("max_model_len", 2), ("memory_bytes", 1), ("threads", 1)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("max_model_len", 2), ("memory_bytes", 1), ("threads", 1), ("num_dropped_layers", 0)]
+)
 def test_least_values(tmp_path: Path, name: str, least: int) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least {least}"):
         a_config(tmp_path, **{name: least - 1})

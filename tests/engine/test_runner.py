@@ -3,12 +3,13 @@
 import torch
 
 from shoal.actors.engine.block_pool import BlockId
+from shoal.actors.engine.device_memory import DeviceMemory
+from shoal.actors.engine.model_layout import model_layout
 from shoal.actors.engine.pools import blocks_needed
-from shoal.actors.engine.runner import PagedPool, TokenRows
+from shoal.actors.engine.runner import TokenRows
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
-from shoal.kernels.backend import Rows
+from shoal.kernels.backend import LayerKV, Rows
 from shoal.kernels.reference import TorchBackend
-from shoal.kvstore.layout import BlockLayout
 
 CPU = torch.device("cpu")
 
@@ -31,23 +32,27 @@ def the_rows() -> TokenRows:
 def test_locations() -> None:
     """A sequence of 20 tokens in blocks 2 and 5, one of 5 tokens in block 10, 16 tokens a block."""
     assert blocks_needed(history=17, block_size=16) == blocks_needed(history=20, block_size=16) == 2
-    layout = BlockLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=16)
-    pool = PagedPool(layout, 11, CPU)
-    pool.storage.zero_()
+    layout = model_layout(
+        [None], num_kv_heads=1, head_dim=4, block_size=16, dtype="float32", max_model_len=64
+    )
+    memory = DeviceMemory(layout, num_blocks=11, max_rows=25, device=CPU)
+    memory.blocks.zero_()
+    (kv,) = memory.layers
+    assert isinstance(kv, LayerKV)
     rows = the_rows()
     rows.load(StepPlan(step_id=1, sequences=(a_step(1, (7,) * 20, 2, 5), a_step(2, (7,) * 5, 10))))
     k_THD = torch.arange(1.0, 26.0)[:, None, None].expand(25, 1, 4).contiguous()
     TorchBackend().store(
         k_THD,
         -k_THD,
-        pool.layers[0],
+        kv,
         Rows(
             sequence_T=torch.tensor([0] * 20 + [1] * 5, dtype=torch.int32),
             position_T=torch.tensor([*range(20), *range(5)], dtype=torch.int32),
             table_SN=rows.tables(torch.tensor([1, 2])),
         ),
     )
-    for stored, sign in ((pool.layers[0].k_PBHD, 1), (pool.layers[0].v_PBHD, -1)):
+    for stored, sign in ((kv.k_PBHD, 1), (kv.v_PBHD, -1)):
         by_location = stored.reshape(-1, 4)[:, 0] * sign
         locations = [int((by_location == n).nonzero()) for n in range(1, 26)]
         assert locations[:20] == [*range(32, 48), *range(80, 84)]

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.build import DEVICE, LoadedModel
+from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
-from shoal.actors.engine.runner import ModelRunner, PagedPool, TokenRows
+from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
 from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kvstore.layout import KVDtype
+from tests.oracle.stepping import poison
 
 MAX_LOGITS = 64
 INGRESS = IngressId("test")
@@ -78,6 +81,7 @@ class Setup:
     kv_cache_dtype: KVDtype = "float32"
     prefix_cache: PrefixCacheName = "naive"
     max_model_len: int = 2048
+    num_dropped_layers: int = 0
 
 
 class Served:
@@ -99,9 +103,21 @@ class Served:
         )
         assert setup.num_blocks is not None
         self.recording = Recording()
-        layout = loaded.block_layout(setup.block_size, setup.kv_cache_dtype)
-        pool = PagedPool(layout, setup.num_blocks, DEVICE)
-        pool.storage.fill_(float("nan"))  # a row that no step wrote would be seen in every logit after it
+        layout = loaded.layout(
+            block_size=setup.block_size,
+            dtype=setup.kv_cache_dtype,
+            max_model_len=setup.max_model_len,
+            num_dropped_layers=setup.num_dropped_layers,
+        )
+        num_slots = num_state_slots(setup.max_num_seqs) if layout.state else 0
+        memory = DeviceMemory(
+            layout,
+            num_blocks=setup.num_blocks,
+            num_slots=num_slots,
+            max_rows=setup.max_num_batched_tokens,
+            device=DEVICE,
+        )
+        poison(memory)
         decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
         rows = TokenRows(
             num_rows=config.num_rows,
@@ -109,11 +125,12 @@ class Served:
             block_size=setup.block_size,
             device=DEVICE,
         )
-        runner = ModelRunner(decoder, pool, rows, setup.backend, DEVICE, max_logits=MAX_LOGITS)
+        runner = ModelRunner(decoder, memory, rows, setup.backend, DEVICE, max_logits=MAX_LOGITS)
         pools = Pools(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
             num_rows=config.num_rows,
+            num_slots=num_slots,
             cache=setup.prefix_cache,
         )
         self._scheduler = Scheduler(config, pools)

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal.kernels.backend import Backend, LayerKV, Rows
+from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
 
 
 class ModelShape(Protocol):
@@ -14,7 +14,9 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
-    def num_layers(self) -> int: ...
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer: positions that a token sees, if only its last rows need be kept; None is all."""
+        ...
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -31,7 +33,7 @@ class Weights(Protocol):
 class Decoder(Protocol):
     """Computes a step's packed rows. What a call returns may be overwritten by the next."""
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
         """float32 [T, hidden_size] that `logits` understands; stores every row's K/V on the way.
 
         token_ids_T: int64 [T], T at most the `max_rows` it was made for.

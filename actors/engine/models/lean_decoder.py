@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig, UnsupportedModel
 from shoal.actors.engine.models.weights import CheckpointTensors
-from shoal.kernels.backend import Backend, LayerKV, Linear, Rotary, Rows, Tape
+from shoal.kernels.backend import Backend, LayerKV, LayerRing, Linear, Rotary, Rows, Tape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class LeanDecoder:
         self._weights = weights
         self._rotary = rotary
         self._backend = backend
-        self._recorded: tuple[tuple[LayerKV, ...], Callable[[Rows], None]] | None = None
+        self._recorded: tuple[tuple[LayerKV | LayerRing, ...], Callable[[Rows], None]] | None = None
 
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=torch.float32, device=rotary.cos.device)
@@ -130,7 +130,7 @@ class LeanDecoder:
         self._mlp = buffer(max_rows, config.intermediate_size)
         self._logits = buffer(max_logits, config.vocab_size)
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
         """Hidden states before the final norm, float32 [T, hidden_size]; stores every row's K/V on the way.
 
         token_ids_T: int64 [T], T at most max_rows.
@@ -142,7 +142,7 @@ class LeanDecoder:
         self._recorded[1](rows)
         return x
 
-    def _layers(self, tape: Tape, kv: tuple[LayerKV, ...]) -> None:
+    def _layers(self, tape: Tape, kv: tuple[LayerKV | LayerRing, ...]) -> None:
         """The model, on all rows of the buffers: a step of fewer rows computes its own."""
         config, x, normed = self._config, self._residual, self._normed
         qkv_THD = self._qkv.view(len(x), -1, config.head_dim)
@@ -159,8 +159,13 @@ class LeanDecoder:
                 tape.rms_norm(q_THD, layer.q_norm_D, config.rms_norm_eps, q_THD)
                 tape.rms_norm(k_THD, layer.k_norm_D, config.rms_norm_eps, k_THD)
             tape.rotate(qk_THD, self._rotary)
+            if isinstance(layer_kv, LayerRing):
+                tape.restore(layer_kv)
             tape.store(k_THD, v_THD, layer_kv)
             tape.attention(q_THD, layer_kv, scale, attended_THD, window=window)
+            if isinstance(layer_kv, LayerRing):
+                tape.capture(layer_kv)
+                tape.commit(layer_kv)
             tape.add_linear(self._attended, layer.attention_out, x)
             tape.rms_norm(x, layer.mlp_norm_N, config.rms_norm_eps, normed)
             tape.silu_mul_linear(normed, layer.gate_up, self._mlp)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
 from shoal.actors.engine.models.library_config import LibraryConfig
 from shoal.actors.engine.models.library_modules import Given, num_bytes, pin_ropes, swap_modules
-from shoal.kernels.backend import Backend, LayerKV, Rows
+from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
 
 ATTENTION = "shoal_paged"
 """Our name in transformers' registries of attention functions and of masks."""
@@ -31,13 +31,14 @@ class Step:
 
     backend: Backend
     rows: Rows
-    kv: tuple[LayerKV, ...]
+    kv: tuple[LayerKV | LayerRing, ...]
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
     ) -> Tensor:
         """Heads are filled up with zeros to those of the pool, which changes no score and no sum."""
         kv, value_size = self.kv[layer], v_THD.shape[-1]
+        assert isinstance(kv, LayerKV), "a ring on the library path"
         q_THD, k_THD, v_THD = (_widen(x, kv.k_PBHD.shape[-1]) for x in (q_THD, k_THD, v_THD))
         self.backend.store(k_THD, v_THD, kv, self.rows)
         out = torch.empty_like(q_THD)
@@ -131,6 +132,11 @@ class LibraryModel:
     head_dim: int
     num_bytes: int
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """All paged: which layers have a window is known to their attention alone, when it is called."""
+        return (None,) * self.num_layers
+
     @classmethod
     @torch.inference_mode()
     def load(
@@ -215,7 +221,7 @@ class LibraryDecoder:
         self._model = model
         self._backend = backend
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV, ...]) -> Tensor:
+    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
         step = Step(self._backend, rows, kv)
         out = _forward(self._model.layers, token_ids_T, rows.position_T.long(), step)
         hidden: Tensor = out.last_hidden_state[0]
