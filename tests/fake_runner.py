@@ -180,6 +180,9 @@ class FakeRunner:
         rows = [row for piece in pieces for row in self._storage(piece)]
         out[:] = np.array(rows, dtype=np.int32).view(np.uint8)
 
+    def num_bytes(self, piece: Piece) -> int:
+        return 4 * len(self._storage(piece))
+
     def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None:
         rows = data.view(np.int32).tolist()
         for piece in pieces:

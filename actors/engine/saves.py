@@ -66,7 +66,9 @@ class Saves:
 
     def stored(self, names: Iterable[BlockKey]) -> None:
         """The store has these already."""
-        self._stored.update(names)
+        for name in names:
+            self._wanted.pop(name, None)
+            self._stored.add(name)
 
     def take(self, max_bytes: int) -> list[Piece]:
         """What to copy now, parents before children; nothing of it is overwritten until `end`."""
