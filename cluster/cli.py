@@ -1,5 +1,6 @@
 """The `shoal` command. It parses and reports; the work is elsewhere, imported when a command needs it."""
 
+import json
 from typing import Annotated, Literal
 
 import typer
@@ -8,7 +9,7 @@ from rich.console import Console
 from shoal.actors.engine.config import WritePolicy
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
-from shoal.kvstore.layout import KVDtype
+from shoal.kvstore.layout import KVDtype, RowDtype
 
 app = typer.Typer(
     help="Shoal: a Ray-distributed LLM serving cluster.", no_args_is_help=True, add_completion=False
@@ -105,6 +106,53 @@ def serve(
             ),
             Console(),
         )
+
+
+@app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A config.json, a directory that has one, or a hub id (org/name).")
+    ],
+    *,
+    memory: Annotated[
+        str | None, typer.Option(help="What an engine has beside weights and a step, such as 80GiB.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=1, help="Prompt and output together, in tokens.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that an engine runs at once.")] = 64,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a KV block.")] = 128,
+    kv_cache_dtype: Annotated[
+        RowDtype | None, typer.Option(help="Type of stored keys and values. Default: as it would be served.")
+    ] = None,
+    num_dropped_layers: Annotated[
+        int, typer.Option(min=0, help="The last sliding-window layers that are not stored but recomputed.")
+    ] = 0,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what a model's sequences take in memory and how many fit. Reads its config.json, no weights."""
+    from shoal.cluster.planner import PlanOptions, make_plan, show  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError, resolve_config  # noqa: PLC0415
+    from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
+
+    console = Console()
+    with one_line_errors(ModelSourceError):
+        made = make_plan(
+            resolve_config(model, revision=revision),
+            PlanOptions(
+                memory_bytes=None if memory is None else parse_size(memory),
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                block_size=block_size,
+                kv_cache_dtype=kv_cache_dtype,
+                num_dropped_layers=num_dropped_layers,
+            ),
+        )
+    if as_json:
+        typer.echo(json.dumps(made.as_dict(), indent=2))
+    else:
+        show(made, console)
 
 
 def main() -> None:

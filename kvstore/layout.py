@@ -6,6 +6,8 @@ from typing import Literal
 from shoal.kvstore.boundary import BoundaryRule
 
 KVDtype = Literal["float32", "bfloat16"]
+RowDtype = Literal["float32", "bfloat16", "float8"]
+"""Also of rows that are only planned for."""
 
 _DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2}
 

@@ -9,7 +9,7 @@ resolve_model(None | directory | file.gguf | org/name)
 
 from shoal.cluster.sources.checkpoint import Checkpoint, ModelSourceError
 from shoal.cluster.sources.progress import BarProgress, LineProgress, Progress, Step, terminal_progress
-from shoal.cluster.sources.resolve import DEFAULT_MODEL, ModelSources, resolve_model
+from shoal.cluster.sources.resolve import DEFAULT_MODEL, ModelSources, resolve_config, resolve_model
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -20,6 +20,7 @@ __all__ = [
     "ModelSources",
     "Progress",
     "Step",
+    "resolve_config",
     "resolve_model",
     "terminal_progress",
 ]

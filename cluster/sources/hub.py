@@ -73,6 +73,17 @@ class Hub:
             raise ModelSourceError(*(f"{model}: {problem}" for problem in problems))
         return folder
 
+    def fetch_config(self, model: str, *, revision: str | None, answer_within_s: float) -> Path:
+        """A folder that has at least the model's config.json: from the hub if it answers, else its cache."""
+        reachable = not self.offline and self._answers(model, within_s=answer_within_s)
+        try:
+            folder = self._snapshot(model, revision, ["config.json"], reachable=reachable, step=None)
+        except Exception as error:  # as above
+            raise ModelSourceError(self._explain(error, model, revision, reachable=reachable)) from error
+        if not (folder / "config.json").is_file():
+            raise ModelSourceError(f"{model}: has no config.json")
+        return folder
+
     def _snapshot(
         self, model: str, revision: str | None, files: list[str], *, reachable: bool, step: Step | None
     ) -> Path:

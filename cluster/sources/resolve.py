@@ -18,6 +18,7 @@ from shoal.cluster.sources.wheel import (
     sha256_of,
 )
 
+HUB_ANSWERS_WITHIN_S = 10.0
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 DEFAULT_HUB_ID = f"HuggingFaceTB/{DEFAULT_MODEL}"
 
@@ -32,6 +33,24 @@ def resolve_model(
     return ModelSources(progress=progress or terminal_progress()).resolve(model, revision=revision)
 
 
+def resolve_config(model: str, *, revision: str | None = None, hub: Hub | None = None) -> Path:
+    """Where the config.json is that `model` names: itself, a directory that has one, or a hub id.
+
+    Fetches nothing else. Raises `ModelSourceError`.
+    """
+    path = Path(model).expanduser().absolute()
+    if looks_like_hub_id(model) and not path.exists():
+        hub = hub or Hub.from_environment()
+        return hub.fetch_config(model, revision=revision, answer_within_s=HUB_ANSWERS_WITHIN_S)
+    if revision is not None:
+        raise ModelSourceError(f"revision {revision!r} needs a hub id (org/name) to go with it")
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if (path / "config.json").is_file():
+        return path
+    raise ModelSourceError(f"{path} is neither a config.json nor a directory that has one")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSources:
     """Where models come from. What leaves the process (hub, pip, conversion) can be replaced."""
@@ -44,7 +63,7 @@ class ModelSources:
     convert: Callable[[Path, Path], None] = convert_gguf
     default_hub_answers_within_s: float = 3.0
     """Short: nobody asked for the hub by name, and there is another way."""
-    hub_answers_within_s: float = 10.0
+    hub_answers_within_s: float = HUB_ANSWERS_WITHIN_S
 
     def resolve(self, model: str | None, *, revision: str | None = None) -> Checkpoint:
         try:
