@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from shoal.actors.engine.config import WritePolicy
+from shoal.actors.engine.transfers import WritePolicy
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype, RowDtype

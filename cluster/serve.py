@@ -18,10 +18,11 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 from rich.console import Console
 
-from shoal.actors.engine.config import EngineConfig, WritePolicy
+from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
+from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes

@@ -11,7 +11,7 @@ import ray
 
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
-from shoal.kvstore.metrics import Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 from shoal.kvstore.object_store import ObjectStore
 from shoal.kvstore.reporter import Reporter
 from shoal.kvstore.sizes import format_size
@@ -22,8 +22,6 @@ logger = logging.getLogger(__name__)
 
 TAKE_OVER_DEADLINE_S = 10.0
 """For one extent. An engine that hangs keeps its own offers waiting, and nobody else's."""
-
-METRICS_INTERVAL_S = 2.0
 
 MAX_BUDGET_SHARE = 0.6
 """Of the node's object store. The rest is for what others keep there: copies that fetches leave on their

@@ -5,6 +5,9 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
+METRICS_INTERVAL_S = 2.0
+"""Ray itself gathers them about as often."""
+
 
 class Metrics:
     """Counted in plain classes; here only told. Not more than a few tags: each makes a series."""

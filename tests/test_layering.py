@@ -28,6 +28,7 @@ BENCH = "shoal.cluster.bench"
 
 MAY_USE_RAY = (
     "shoal.actors.engine.actor",
+    "shoal.actors.engine.offers",
     "shoal.actors.ingress.actor",
     "shoal.actors.ingress.streams",
     "shoal.actors.router.actor",

@@ -2,18 +2,23 @@
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 
 from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.loop import EngineLoop
+from shoal.actors.engine.offers import Offers
 from shoal.actors.engine.scheduler import Reply
+from shoal.actors.engine.store_link import StoreLink
+from shoal.actors.engine.store_metrics import publish
 from shoal.actors.messages import (
     EngineHealth,
     EngineId,
@@ -26,7 +31,9 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.messages import StoreId
+from shoal.kvstore.messages import Extent, StoreId
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
+from shoal.kvstore.object_store import ObjectStore, RemoteStore
 from shoal.kvstore.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -58,6 +65,8 @@ class EngineActor:
         )
         self._arrived: list[Arrival] = []  # the loop's thread alone has it
         self._num_requests = 0
+        self._stores: dict[StoreId, Any] = {}
+        self._own_store: StoreId | None = None
 
     def __repr__(self) -> str:
         return f"Engine({self._engine_id})"
@@ -79,8 +88,23 @@ class EngineActor:
         self._events = asyncio.get_running_loop()
         self._built = built
         self._loop = EngineLoop(built.engine, self._deliver)
+        self._offers = Offers(ray.get_runtime_context().current_actor, self._answered)
+        self._link = StoreLink(
+            self._engine_id,
+            built.scheduler,
+            built.device,
+            ObjectStore(),
+            built.rates,
+            bytes_per_block=built.layout.blocks.bytes_per_block,
+            bytes_per_segment=built.layout.segment_bytes,
+            post=self._loop.post,
+            offer=lambda extents: self._call_soon(self._offers.begin, extents),
+            clock=time.monotonic,
+        )
+        built.engine.connect(self._link)
         self._loop.start()
-        self._reporting = asyncio.create_task(self._reporter.run())
+        runs = (self._reporter.run(), self._publish_metrics())
+        self._tasks = [asyncio.create_task(run) for run in runs]
         return EngineInfo(
             engine_id=self._engine_id,
             node=ray.get_runtime_context().get_node_id(),
@@ -99,11 +123,29 @@ class EngineActor:
         stores: Mapping[StoreId, Any],
         own_store: StoreId | None,
     ) -> None:
-        """Report to this router, which may know nothing yet; only these ingresses still listen."""
+        """Report to this router, which may know nothing yet; only these ingresses still listen, and exactly
+        these stores can be read. To the own one, that of this node, is saved."""
         self._reporter.introduce(router)
+        self._use_stores(stores, own_store)
         for gone in self._outboxes.keys() - ingress_ids:
             self._outboxes.pop(gone).put_nowait(None)
             self._started.do(partial(Engine.abort_all, reply_to=gone))
+
+    def _use_stores(self, stores: Mapping[StoreId, Any], own_store: StoreId | None) -> None:
+        """An id never means two processes: what has the same ids is the same."""
+        if stores.keys() == self._stores.keys() and own_store == self._own_store:
+            return
+        self._stores, self._own_store = dict(stores), own_store
+        self._offers.store = stores.get(own_store) if own_store else None
+        remote = {store_id: RemoteStore(actor) for store_id, actor in stores.items()}
+        self._started.post(partial(self._link.use_stores, remote, own_store))
+
+    async def export(self, extent_id: str, keys: Sequence[BlockKey]) -> np.ndarray:
+        """uint8: what is staged of an extent, to the store that calls and then owns it. KeyError."""
+        return self._link.staging.export(extent_id, keys)
+
+    def _answered(self, extents: Sequence[Extent], taken: bool) -> None:
+        self._started.post(partial(self._link.saver.offered, extents, taken=taken))
 
     async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
         def arrive(engine: Engine) -> Sequence[Reply]:
@@ -179,7 +221,11 @@ class EngineActor:
             arrived=tuple(arrived),
             prefixes=engine.take_prefix_changes(),
         )
-        self._events.call_soon_threadsafe(self._publish, replies, turn)
+        self._call_soon(self._publish, replies, turn)
+
+    def _call_soon(self, call: Callable[..., object], *args: Any) -> None:
+        """On the event loop, from the loop's thread."""
+        self._events.call_soon_threadsafe(call, *args)
 
     def _publish(self, replies: Sequence[Reply], turn: Turn) -> None:
         by_ingress: defaultdict[IngressId, list[TokenChunk]] = defaultdict(list)
@@ -190,3 +236,9 @@ class EngineActor:
         self._num_requests = turn.num_requests
         if self._account.add(turn):
             self._reporter.has_news()
+
+    async def _publish_metrics(self) -> None:
+        metrics = Metrics(self._engine_id)
+        while True:
+            publish(metrics, self._link, self._built.scheduler.transfers)
+            await asyncio.sleep(METRICS_INTERVAL_S)

@@ -26,10 +26,12 @@ from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryMo
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.actors.engine.pools import Pools
+from shoal.actors.engine.rates import Rates
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import Draw, SequenceId, SequenceStep, StepPlan
 from shoal.actors.engine.timed_runner import TimedRunner
+from shoal.actors.engine.transfers import StoreView
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
@@ -78,6 +80,9 @@ class BuiltEngine:
     """What a step of max_num_batched_tokens took here, its first time."""
     fingerprint: bytes
     """Names the root of all block keys."""
+    scheduler: Scheduler
+    rates: Rates
+    """Of the stores. Fed by whoever fetches, asked by the scheduler."""
 
 
 def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
@@ -151,11 +156,20 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         num_rows=limits.num_rows,
         num_slots=memory.num_slots,
-        cache="naive" if layout.state else config.prefix_cache,  # until hits restore what rings need
+        num_segments=memory.num_segments,
+        cache=config.prefix_cache,
     )
     root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}")
+    rates = Rates(lambda: runner.tokens_per_s)
+    stores = StoreView(
+        bytes_per_block=layout.blocks.bytes_per_block,
+        bytes_per_segment=layout.segment_bytes,
+        worth=rates.worth,
+        write_policy=config.kv_write_policy,
+    )
+    scheduler = Scheduler(limits, pools, fingerprint=root, rule=layout.rule, stores=stores)
     return BuiltEngine(
-        engine=Engine(Scheduler(limits, pools, fingerprint=root), runner),
+        engine=Engine(scheduler, runner),
         runner=runner,
         memory=memory,
         layout=layout,
@@ -163,6 +177,8 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         backend=backend,
         largest_step_s=largest_step_s,
         fingerprint=root,
+        scheduler=scheduler,
+        rates=rates,
     )
 
 

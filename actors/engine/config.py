@@ -1,14 +1,11 @@
 """What an engine is started with."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import SchedulerConfig
+from shoal.actors.engine.transfers import WritePolicy
 from shoal.kvstore.layout import KVDtype
-
-WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
-"""A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,9 +21,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
-    num_dropped_layers: int = 0
-    """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     kv_write_policy: WritePolicy = "write_through"
+    """A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
     prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""

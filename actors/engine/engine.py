@@ -23,6 +23,14 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
+class Stores(Protocol):
+    """What moves between the device and the stores, beside the steps. Both return at once."""
+
+    def begin_fetches(self) -> None: ...
+
+    def begin_saves(self) -> None: ...
+
+
 MAX_FAILED_STEPS = 3
 """In a row. An engine that fails every step empties fast, looks idle, and would attract all requests."""
 
@@ -37,6 +45,11 @@ class Engine:
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
         self._failed_steps = 0
+        self._stores: Stores | None = None
+
+    def connect(self, stores: Stores) -> None:
+        """Saves and fetches go along with the steps from now on."""
+        self._stores = stores
 
     @property
     def num_requests(self) -> int:
@@ -51,6 +64,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` must be called. True for a while after the last request has been aborted."""
         return bool(self._in_flight or self.num_requests)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would do something now, before anything that is being fetched has come."""
+        return bool(self._in_flight) or self._scheduler.may_run
 
     def submit(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
         return self._scheduler.add(request, reply_to)
@@ -82,6 +100,14 @@ class Engine:
 
         A step that fails ends its own requests only. When MAX_FAILED_STEPS in a row do, the error is raised.
         """
+        if self._stores is not None:
+            self._stores.begin_fetches()
+        replies = self._step()
+        if self._stores is not None:
+            self._stores.begin_saves()
+        return replies
+
+    def _step(self) -> list[Reply]:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self._executor.submit(self._runner.run, plan)))

@@ -20,7 +20,7 @@ Deliver = Callable[[Sequence[Reply], int], None]
 
 
 class EngineLoop:
-    """Steps an engine while it has work; sleeps on its inbox when it has none.
+    """Steps an engine while it can; sleeps on its inbox while nothing can run.
 
     Only this thread touches the engine, so nothing in it needs a lock; `deliver` too is called on it. Once it
     has been idle for a while it checks every invariant. When one is broken the process ends: its memory
@@ -44,6 +44,15 @@ class EngineLoop:
         """Run a command between two steps. From any thread."""
         self._inbox.put(command)
 
+    def post(self, work: Callable[[], None]) -> None:
+        """The same for what has nothing to say."""
+
+        def command(_: Engine) -> Sequence[Reply]:
+            work()
+            return ()
+
+        self.do(command)
+
     @property
     def seconds_since_beat(self) -> float:
         """How long ago the thread last came round. Long means that a step hangs."""
@@ -53,7 +62,7 @@ class EngineLoop:
         """Drain the inbox, take one step, say what came of it, while the next one computes."""
         self._beat = time.monotonic()
         had_work = self._engine.has_work
-        commands = self._commands(wait_s=0.0 if had_work else self._idle_wait_s)
+        commands = self._commands(wait_s=0.0 if self._engine.can_step else self._idle_wait_s)
         replies = [reply for command in commands for reply in command(self._engine)]
         replies += self._engine.step()
         if commands or had_work:

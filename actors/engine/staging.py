@@ -21,9 +21,13 @@ class Staging:
         self._lock = threading.Lock()
 
     @property
-    def room_bytes(self) -> int:
+    def used_bytes(self) -> int:
         with self._lock:
-            return self._budget_bytes - sum(extent.num_bytes for extent, _ in self._extents.values())
+            return sum(extent.num_bytes for extent, _ in self._extents.values())
+
+    @property
+    def room_bytes(self) -> int:
+        return self._budget_bytes - self.used_bytes
 
     def hold(self, extent: Extent, data: np.ndarray) -> None:
         """data: uint8 [num_bytes], which nobody changes any more. It had been asked whether there is room."""

@@ -1,0 +1,71 @@
+"""Two nodes of one Ray on this machine, which nobody else finds by accident."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+NODE_DEADLINE_S = 60.0
+_ANY_PORTS = ("node-manager-port", "object-manager-port", "min-worker-port", "max-worker-port")
+
+
+@contextmanager
+def two_nodes(object_store_bytes: int) -> Iterator[tuple[str, str]]:
+    """A private Ray; the ids of its nodes, the first of which is this process's."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
+    try:
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=object_store_bytes,
+            log_to_driver=False,
+            _temp_dir=directory,
+        )
+        with another_node(object_store_bytes) as there:
+            yield ray.get_runtime_context().get_node_id(), there
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def another_node(object_store_bytes: int) -> Iterator[str]:
+    """Joins the Ray that this process is connected to, and leaves it with the context; its id."""
+    known = _nodes()
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
+    command += ["--num-cpus", "4", "--object-store-memory", str(object_store_bytes)]
+    command += [part for name in _ANY_PORTS for part in (f"--{name}", "0")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield _wait_for_new_node(known, process)
+    finally:
+        process.terminate()
+        process.wait(timeout=NODE_DEADLINE_S)
+
+
+def on(node: str) -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(node, soft=False)
+
+
+def _wait_for_new_node(known: set[str], process: "subprocess.Popen[bytes]") -> str:
+    deadline = time.monotonic() + NODE_DEADLINE_S
+    while not (new := _nodes() - known):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"a second Ray node did not start within {NODE_DEADLINE_S:.0f} s")
+        time.sleep(0.05)
+    return new.pop()
+
+
+def _nodes() -> set[str]:
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return {node["NodeID"] for node in nodes if node["Alive"]}
