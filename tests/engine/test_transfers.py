@@ -48,7 +48,7 @@ def finish(bench: Bench, name: str, prompt: list[int]) -> int:
 # Saving
 
 
-def names(bench: Bench, *blocks: int, segments: tuple[int, ...] = ()) -> set[bytes]:
+def names(bench: Bench, *blocks: int, segments: tuple[int, ...] = ()) -> set[BlockKey]:
     keys = bench.keys(PROMPT)
     return {keys[i] for i in blocks} | {segment_key(keys[i]) for i in segments}
 

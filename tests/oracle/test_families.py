@@ -10,7 +10,14 @@ from torch import Tensor
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.kernels import library
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.checkpoints import (
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 from tests.oracle.stepping import Pages, Piece, logits_of
 
 TOKENS = [(7 * i * i + 3 * i) % 500 for i in range(310)]
@@ -33,7 +40,16 @@ def half_windowed_qwen3(directory: Path) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[tiny_qwen3, tiny_mistral, tiny_qwen2, biased_llama, wide_mistral, half_windowed_qwen3],
+    params=[
+        tiny_qwen3,
+        tiny_mistral,
+        tiny_qwen2,
+        tiny_gemma3,
+        tiny_gpt_oss,
+        biased_llama,
+        wide_mistral,
+        half_windowed_qwen3,
+    ],
     ids=lambda write: write.__name__,
 )
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:

@@ -157,7 +157,17 @@ def config_of(config: str, **fields: Any) -> Any:
         (
             "LlamaConfig",
             {"architecture": "LlamaForCausalLM", "quantization_config": {"quant_method": "x"}},
-            "quantization_config",
+            "quantization_config (x)",
+        ),
+        (
+            "GptOssConfig",
+            {"architecture": "GptOssForCausalLM", "quantization_config": {"quant_method": "mxfp4"}},
+            "quantization_config (mxfp4)",
+        ),
+        (
+            "Gemma3Config",
+            {"architecture": "Gemma3ForConditionalGeneration"},
+            "Gemma3ForConditionalGeneration (not of text alone)",
         ),
     ],
 )
@@ -179,7 +189,11 @@ def test_a_checkpoint_with_code_of_its_own_is_refused_without_a_question(tmp_pat
     ("config", "overrides", "reason"),
     [
         ("Gemma2Config", {"layer_types": None, "query_pre_attn_scalar": 16}, "attention with a softcap"),
-        ("GptOssConfig", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention with sinks"),
+        (
+            "GptOssConfig",
+            {"num_local_experts": 2, "num_experts_per_tok": 1, "swiglu_limit": 5.0},
+            "attention with sinks",
+        ),
         ("PhimoeConfig", {"num_local_experts": 2, "sliding_window": 24}, "not told of a window"),
         ("DogeConfig", {}, "attention with a mask of its own"),
     ],

@@ -20,7 +20,15 @@ from shoal.actors.engine.models.decoder_config import (
 from shoal.kernels.backend import Backend
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
-from tests.checkpoints import smollm2, tiny_llama, tiny_mistral, tiny_qwen2, tiny_qwen3
+from tests.checkpoints import (
+    smollm2,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 from tests.oracle.stepping import logits_of
 
 
@@ -87,6 +95,13 @@ def test_llama_of_every_shape(tmp_path: Path, overrides: dict[str, Any], backend
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+STRETCHED = {
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    }
+}
+DEFAULT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +121,13 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers
         (tiny_qwen3, {}),
         (tiny_qwen3, {"attention_bias": True, "tie_word_embeddings": True}),
         (tiny_qwen3, WINDOWED),
+        (tiny_llama, {"hidden_act": "gelu_pytorch_tanh"}),
+        (tiny_gemma3, {}),
+        (tiny_gemma3, STRETCHED | {"dtype": "float32", "num_key_value_heads": 1, "head_dim": 32}),
+        (tiny_gemma3, {"attention_bias": True, "tie_word_embeddings": False, "sliding_window": 64}),
+        (tiny_gpt_oss, {}),
+        (tiny_gpt_oss, DEFAULT_ROPE | {"dtype": "float32", "num_experts_per_tok": 1, "head_dim": 32}),
+        (tiny_gpt_oss, {"num_local_experts": 8, "num_experts_per_tok": 4, "attention_bias": False}),
     ],
     ids=lambda value: value.__name__ if callable(value) else str(value),
 )
@@ -219,6 +241,29 @@ def test_a_config_of_another_family_is_not_read_as_a_llamas(tmp_path: Path, mode
 def test_a_window_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="sliding_window 0"):
         decoder_config(load_config(tiny_mistral(tmp_path, sliding_window=0)))
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "fields", "named"),
+    [
+        ("Gemma3TextConfig", "Gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        ("Gemma3TextConfig", "Gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("Gemma3TextConfig", "Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("GptOssConfig", "GptOss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
+        ("GptOssConfig", "GptOss", {"swiglu_alpha": 1.0}, "swiglu_alpha 1.0"),
+        ("GptOssConfig", "GptOss", {"num_experts_per_tok": 129}, "num_experts_per_tok 129 of 128"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_a_family_can_have_and_we_cannot_compute_is_refused(
+    config: str, architecture: str, fields: dict[str, Any], named: str
+) -> None:
+    import transformers  # noqa: PLC0415
+
+    hf = getattr(transformers, config)(**fields)
+    hf.architectures = [f"{architecture}ForCausalLM"]
+    with pytest.raises(UnsupportedModel, match=f"^{named}$"):
+        decoder_config(hf)
 
 
 def test_a_config_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from shoal.kernels.backend import Backend, LayerKV, LayerRing, Linear, Rotary, R
 class LeanDecoder:
     """Computes hidden states and logits of a step's packed rows.
 
-    Its buffers are allocated once for `max_rows` rows, so a step allocates nothing that grows with it, and
-    its layers are recorded once over them. What a call returns is overwritten by the next.
+    Its buffers are allocated once for `max_rows` rows, so a step allocates nothing that grows with it (only
+    a mixture of experts does, for its own time: its rows, sorted by expert), and its layers are recorded once
+    over them. What a call returns is overwritten by the next.
     """
 
     def __init__(
