@@ -187,6 +187,9 @@ class TorchTape:
     backend: TorchBackend
     rows: Rows
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor) -> None:
+        self.backend.gather(table_VN, self._first(id_T), self._first(out_TN))
+
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None:
         self.backend.linear(self._first(x_TK), w, self._first(out_TN))
 

@@ -107,13 +107,27 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         device=DEVICE,
     )
-    rehearsal = ModelRunner(
-        decoder, PagedPool(layout, 1, DEVICE), rows, backend, DEVICE, max_logits=config.max_num_seqs
-    )
+
+    def runner_of(pool: PagedPool) -> ModelRunner:
+        return ModelRunner(
+            decoder,
+            pool,
+            rows,
+            backend,
+            DEVICE,
+            max_logits=config.max_num_seqs,
+            vocab_size=loaded.config.vocab_size,
+        )
+
+    rehearsal = runner_of(PagedPool(layout, 1, DEVICE))
+
+    def rehearse(plan: StepPlan) -> None:
+        rehearsal.prepare(plan)()
+
     started = time.monotonic()
-    step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
+    step_peak_bytes = _peak_bytes(lambda: rehearse(_largest_step(config)))
     largest_step_s = time.monotonic() - started
-    step_peak_bytes += _peak_bytes(lambda: rehearsal.run(_longest_step(config)))  # beyond what the first left
+    step_peak_bytes += _peak_bytes(lambda: rehearse(_longest_step(config)))  # beyond what the first left
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
@@ -125,8 +139,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         max_model_len=config.max_model_len,
     )
     logger.info("%s", memory.describe())
-    pool = PagedPool(layout, memory.num_blocks, DEVICE)
-    runner = TimedRunner(ModelRunner(decoder, pool, rows, backend, DEVICE, max_logits=config.max_num_seqs))
+    runner = TimedRunner(runner_of(PagedPool(layout, memory.num_blocks, DEVICE)))
     pools = Pools(
         num_blocks=memory.num_blocks,
         block_size=config.block_size,

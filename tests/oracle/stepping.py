@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,7 +47,7 @@ class Pages:
         rows = [(s, p) for s, start, end in pieces for p in range(start, end)]
         sequence_T, position_T = torch.tensor(rows, dtype=torch.int32).T.contiguous()
         where = Rows(sequence_T=sequence_T, position_T=position_T, table_SN=self._table_SN)
-        token_ids = torch.tensor([self.sequences[s][p] for s, p in rows])
+        token_ids = np.array([self.sequences[s][p] for s, p in rows])
         hidden = self._decoder.hidden_states(token_ids, where, self._pool.layers)
         logits = self._decoder.logits(hidden).clone()
         return list(torch.split(logits, [end - start for _, start, end in pieces]))
