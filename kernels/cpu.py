@@ -257,6 +257,9 @@ class CpuTape:
         self._kernels = kernels
         self._recorded: list[tuple[library.Function, Op]] = []
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor, *, scale: float = 1.0) -> None:
+        self._recorded.append((self._kernels.gather, _gather(table_VN, id_T, out_TN, scale)))
+
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None:
         self._recorded.append((self._kernels.linear, _linear(x_TK, w, out_TN)))
 

@@ -269,6 +269,9 @@ class TorchTape:
     backend: TorchBackend
     rows: Rows
 
+    def gather(self, table_VN: Tensor, id_T: Tensor, out_TN: Tensor, *, scale: float = 1.0) -> None:
+        self.backend.gather(table_VN, self._first(id_T), self._first(out_TN), scale=scale)
+
     def linear(self, x_TK: Tensor, w: Linear, out_TN: Tensor) -> None:
         self.backend.linear(self._first(x_TK), w, self._first(out_TN))
 

@@ -5,6 +5,7 @@ So does wrong state: below the paged layer lie sliding ones, whose rings and seg
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,8 +134,16 @@ class FakeRunner:
         self._rows = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
         self._tokens: dict[int, list[int]] = {}  # the token pool
         self.failures = 0
-        """So many of the next steps fail."""
+        """So many of the next steps fail,"""
+        self.refusals = 0
+        """and so many cannot even be prepared."""
         self.plans: list[StepPlan] = []
+
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        if self.refusals:
+            self.refusals -= 1
+            raise RuntimeError("no room to pack a step")
+        return partial(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -228,10 +237,11 @@ class FakeDevice(Executor):
         self._unfinished: list[tuple[StepPlan, _Step]] = []
 
     def submit(self, run: Callable[..., Any], /, *args: Any, **_: Any) -> Future[Any]:
-        (plan,) = args
+        assert isinstance(run, partial) and not args, "a prepared step of a fake runner"
+        (plan,) = run.args
         for earlier, _step in self._unfinished:
             self._check(plan, earlier)
-        step = _Step(self, lambda: run(plan))
+        step = _Step(self, run)
         self._unfinished.append((plan, step))
         if self.eager:
             for _plan, unfinished in self._unfinished:  # in order

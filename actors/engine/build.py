@@ -128,13 +128,23 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         block_size=config.block_size,
         device=DEVICE,
     )
-    rehearsal = ModelRunner(
-        decoder, device_memory(num_blocks=1), rows, backend, DEVICE, max_logits=config.max_num_seqs
-    )
+
+    def runner_of(memory: DeviceMemory) -> ModelRunner:
+        return ModelRunner(
+            *(decoder, memory, rows, backend, DEVICE),
+            max_logits=config.max_num_seqs,
+            vocab_size=loaded.config.vocab_size,
+        )
+
+    rehearsal = runner_of(device_memory(num_blocks=1))
+
+    def rehearse(plan: StepPlan) -> None:
+        rehearsal.prepare(plan)()
+
     started = time.monotonic()
-    step_peak_bytes = _peak_bytes(lambda: rehearsal.run(_largest_step(config)))
+    step_peak_bytes = _peak_bytes(lambda: rehearse(_largest_step(config)))
     largest_step_s = time.monotonic() - started
-    step_peak_bytes += _peak_bytes(lambda: rehearsal.run(_longest_step(config)))  # beyond what the first left
+    step_peak_bytes += _peak_bytes(lambda: rehearse(_longest_step(config)))  # beyond what the first left
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
@@ -150,7 +160,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     device = device_memory(
         num_blocks=memory.num_blocks, num_slots=memory.num_slots, num_segments=memory.num_segments
     )
-    runner = TimedRunner(ModelRunner(decoder, device, rows, backend, DEVICE, max_logits=config.max_num_seqs))
+    runner = TimedRunner(runner_of(device))
     pools = Pools(
         num_blocks=memory.num_blocks,
         block_size=config.block_size,

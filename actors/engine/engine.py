@@ -2,7 +2,9 @@
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Protocol
 
 from shoal.actors.engine.prefix_changes import PrefixChanges
@@ -15,12 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Computes what a plan says. It owns the device's memory and decides nothing.
+    """Computes what a plan says. It owns the device's memory and decides nothing."""
 
-    Plans come in order, one at a time, on a thread of their own.
-    """
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Do all that can be done for a step while the one before it computes; what is returned computes it.
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+        Plans come in order. `prepare` runs on the engine's thread, what it returns on a thread of the steps,
+        one at a time, in the same order.
+        """
+        ...
 
 
 class Stores(Protocol):
@@ -35,6 +40,15 @@ MAX_FAILED_STEPS = 3
 """In a row. An engine that fails every step empties fast, looks idle, and would attract all requests."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _InFlight:
+    plan: StepPlan
+    run: Callable[[], StepResult] | None
+    """Held here until its result is taken. Were the steps' thread the last to let go of its tensors, it would
+    let go of the GIL with each, and wait for it again before it can start the next step."""
+    result: Future[StepResult]
+
+
 class Engine:
     """Between two calls of `step` at most one step is in flight, and the engine's own thread is free."""
 
@@ -43,7 +57,7 @@ class Engine:
         self._scheduler = scheduler
         self._runner = runner
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="engine-step")
-        self._in_flight: deque[tuple[StepPlan, Future[StepResult]]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._failed_steps = 0
         self._stores: Stores | None = None
 
@@ -110,15 +124,25 @@ class Engine:
     def _step(self) -> list[Reply]:
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight.append((plan, self._executor.submit(self._runner.run, plan)))
+            self._in_flight.append(self._start(plan))
         num_ahead = 0 if plan is None else 1
         if len(self._in_flight) == num_ahead:
             return []  # nothing was in flight before
-        return self._finish(*self._in_flight.popleft())
+        return self._finish(self._in_flight.popleft())
 
-    def _finish(self, plan: StepPlan, running: Future[StepResult]) -> list[Reply]:
+    def _start(self, plan: StepPlan) -> _InFlight:
         try:
-            result = running.result()
+            run = self._runner.prepare(plan)
+        except Exception as error:  # it fails like one that cannot be computed, in its turn
+            failed = Future[StepResult]()
+            failed.set_exception(error)
+            return _InFlight(plan=plan, run=None, result=failed)
+        return _InFlight(plan=plan, run=run, result=self._executor.submit(run))
+
+    def _finish(self, step: _InFlight) -> list[Reply]:
+        plan = step.plan
+        try:
+            result = step.result.result()
         except Exception:
             logger.exception("step %d failed (%d tokens)", plan.step_id, plan.num_tokens)
             self._failed_steps += 1
@@ -130,7 +154,7 @@ class Engine:
 
     def wait(self) -> None:
         """Until nothing computes. What a step in flight has to say is said by the next `step`."""
-        wait([running for _, running in self._in_flight])
+        wait([step.result for step in self._in_flight])
 
     def check(self) -> None:
         """Raise AssertionError if an invariant of scheduler or pools is broken."""

@@ -1,18 +1,23 @@
 """Runs what a plan says on one device: packs the batch, computes, draws."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
-from shoal.actors.engine.sampler import DrawRow, Sampler
-from shoal.actors.engine.step import SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.sampler import DrawRow, Draws, Sampler
+from shoal.actors.engine.step import Drawn, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import TokenLogprob
 from shoal.kernels.backend import Backend, RingRows, Rows
+
+IntArray = NDArray[np.signedinteger]
 
 
 class TokenRows:
@@ -26,7 +31,9 @@ class TokenRows:
         num_blocks = -(-max_model_len // block_size)
         # Zeros, because after a step that failed the next one reads a token that was never drawn.
         self._tokens_RL = torch.zeros(num_rows, max_model_len, dtype=torch.int64, device=device)
-        self._tables_RN = torch.zeros(num_rows, num_blocks, dtype=torch.int32, device=device)
+        self._flat = self._tokens_RL.view(-1).numpy()
+        self._device = device
+        self._tables_RN = np.zeros((num_rows, num_blocks), dtype=np.int32)
         self._tables: list[tuple[BlockId, ...]] = [()] * num_rows
 
     @property
@@ -34,34 +41,61 @@ class TokenRows:
         return self._tokens_RL.nbytes + self._tables_RN.nbytes
 
     def load(self, plan: StepPlan) -> None:
-        """Take what the plan knows and the rows do not."""
+        """Take what the plan knows and the rows do not. A step in flight does not notice: rows change hands
+        only when it has finished, and it has tables of its own."""
         for step in plan.sequences:
             if step.known_tokens:
-                known = torch.tensor(step.known_tokens, dtype=torch.int64)
+                known = torch.from_numpy(np.array(step.known_tokens, dtype=np.int64))
                 self._tokens_RL[step.row, : len(known)] = known
             if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
-                table = torch.tensor(step.block_table, dtype=torch.int32)
-                self._tables_RN[step.row, : len(table)] = table
-                self._tables_RN[step.row, len(table) :] = NO_BLOCK
+                table = self._tables_RN[step.row]
+                table[: len(step.block_table)] = step.block_table
+                table[len(step.block_table) :] = NO_BLOCK
                 self._tables[step.row] = step.block_table
 
-    def tokens(self, row_T: Tensor, position_T: Tensor) -> Tensor:
-        """int64 [T]"""
-        return self._tokens_RL[row_T, position_T]
+    def places(self, row_T: IntArray, position_T: IntArray) -> IntArray:
+        """int64 [T], for `tokens` and `put`."""
+        return row_T * self._tokens_RL.shape[1] + position_T
 
-    def put(self, row_T: Tensor, position_T: Tensor, token_T: Tensor) -> None:
-        self._tokens_RL[row_T, position_T] = token_T
+    def tokens(self, place_T: IntArray) -> IntArray:
+        """int64 [T]"""
+        return self._flat[place_T]
+
+    def put(self, place_T: IntArray, token_T: Tensor) -> None:
+        self._flat[place_T] = token_T.numpy()
 
     def of(self, row: int) -> Tensor:
         """int64 [max_model_len]: one sequence's tokens, as far as there are."""
         return self._tokens_RL[row]
 
-    def tables(self, row_S: Tensor) -> Tensor:
+    def tables(self, row_S: IntArray) -> Tensor:
         """int32 [S, N], as many columns as the longest sequence may need."""
-        return self._tables_RN.index_select(0, row_S)
+        return torch.from_numpy(self._tables_RN[row_S]).to(self._device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedStep:
+    """A plan as tensors: all that can be said of its T rows before the step ahead of it has drawn.
+
+    The plan's sequences lie one after the other: a sequence's rows are neighbours, as rings need them.
+    """
+
+    plan: StepPlan
+    rows: Rows
+    token_places_T: IntArray
+    """int64: where their tokens lie."""
+    drawing: tuple[SequenceStep, ...]
+    last_R: Tensor
+    """int64: of the T rows, the last one of each sequence that draws."""
+    draws: Draws
+    drawn_places_R: IntArray
+    """int64: where the drawn tokens go."""
 
 
 class ModelRunner:
+    """Packs on the engine's thread, while a step computes on another: what a packed step reads and writes is
+    its own, but for the token rows and the device's memory."""
+
     def __init__(
         self,
         model: Decoder,
@@ -71,6 +105,7 @@ class ModelRunner:
         device: torch.device,
         *,
         max_logits: int,
+        vocab_size: int,
     ) -> None:
         """`model` computes at most `max_logits` rows of logits at a time."""
         self._model = model
@@ -80,46 +115,66 @@ class ModelRunner:
         self._device = device
         self._sampler = Sampler(backend, device)
         self._max_logits = max_logits
+        self._vocab_size = vocab_size
 
-    def run(self, plan: StepPlan) -> StepResult:
-        return self.draw(plan, self.hidden_states(plan))
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self._run, self.pack(plan))
 
     @torch.inference_mode()
-    def hidden_states(self, plan: StepPlan) -> Tensor:
-        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call.
+    def _run(self, step: PackedStep) -> StepResult:
+        return self.draw(step, self.hidden_states(step))
 
-        So a sequence's rows are neighbours, as rings need them.
-        """
+    def pack(self, plan: StepPlan) -> PackedStep:
         self._rows.load(plan)
-        lengths = [s.end - s.start for s in plan.sequences]
-        row_S = np.array([s.row for s in plan.sequences], dtype=np.int64)
-        position_T = np.concatenate([np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences])
-        sequence_T = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        rows = Rows(
-            sequence_T=self._on_device(sequence_T),
-            position_T=self._on_device(position_T),
-            table_SN=self._rows.tables(self._on_device(row_S)),
-            store_from_S=self._store_from(plan),
-            rings=None if self._memory.slots is None else self._ring_rows(plan),
+        sequences = plan.sequences
+        row_S = np.array([s.row for s in sequences], dtype=np.int64)
+        start_S = np.array([s.start for s in sequences], dtype=np.int64)
+        end_S = np.array([s.end for s in sequences], dtype=np.int64)
+        sequence_T = np.repeat(np.arange(len(sequences), dtype=np.int32), end_S - start_S)
+        after_S = np.cumsum(end_S - start_S)  # the T rows up to each sequence's last
+        position_T = (
+            np.arange(len(sequence_T), dtype=np.int32) + (end_S - after_S).astype(np.int32)[sequence_T]
         )
-        token_ids_T = self._rows.tokens(self._on_device(row_S[sequence_T]), rows.position_T)
-        return self._model.hidden_states(token_ids_T, rows, self._memory.layers)
+        drawing_R = np.array([i for i, s in enumerate(sequences) if s.draw is not None], dtype=np.int64)
+        drawing = tuple(s for s in sequences if s.draw is not None)
+        return PackedStep(
+            plan=plan,
+            rows=Rows(
+                sequence_T=self._on_device(sequence_T),
+                position_T=self._on_device(position_T),
+                table_SN=self._rows.tables(row_S),
+                store_from_S=self._store_from(sequences),
+                rings=None if self._memory.slots is None else self._ring_rows(sequences),
+            ),
+            token_places_T=self._rows.places(row_S[sequence_T], position_T),
+            drawing=drawing,
+            last_R=self._on_device(after_S[drawing_R] - 1),
+            draws=self._sampler.prepare(
+                [
+                    DrawRow(draw=s.draw, position=s.end, tokens=self._rows.of(s.row))
+                    for s in drawing
+                    if s.draw is not None
+                ],
+                self._vocab_size,
+            ),
+            drawn_places_R=self._rows.places(row_S[drawing_R], end_S[drawing_R]),
+        )
 
-    def _store_from(self, plan: StepPlan) -> Tensor | None:
+    def _store_from(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
         """int32 [S], if there is a sequence that must not write all its rows."""
-        if not any(s.start < s.store_from for s in plan.sequences):
+        if not any(s.start < s.store_from for s in sequences):
             return None
-        return self._on_device(np.array([s.store_from for s in plan.sequences], dtype=np.int32))
+        return self._on_device(np.array([s.store_from for s in sequences], dtype=np.int32))
 
-    def _ring_rows(self, plan: StepPlan) -> RingRows:
+    def _ring_rows(self, sequences: Sequence[SequenceStep]) -> RingRows:
         block_size = self._memory.layout.blocks.block_size
         restores = [
             (i, s.start - age * block_size, segment)
-            for i, s in enumerate(plan.sequences)
+            for i, s in enumerate(sequences)
             for age, segment in enumerate(reversed(s.restore))
         ]
-        captures = [(i, *capture) for i, s in enumerate(plan.sequences) for capture in s.captures]
-        slots = np.array([(s.slot, s.start, s.valid_from) for s in plan.sequences], dtype=np.int32)
+        captures = [(i, *capture) for i, s in enumerate(sequences) for capture in s.captures]
+        slots = np.array([(s.slot, s.start, s.valid_from) for s in sequences], dtype=np.int32)
         slot_S, start_S, valid_from_S = (self._on_device(column.copy()) for column in slots.T)
         return RingRows(
             slot_S=slot_S,
@@ -129,42 +184,39 @@ class ModelRunner:
             captures_C3=self._on_device(np.array(captures, dtype=np.int32).reshape(-1, 3)),
         )
 
-    @torch.inference_mode()
-    def draw(self, plan: StepPlan, hidden_TN: Tensor) -> StepResult:
+    def hidden_states(self, step: PackedStep) -> Tensor:
+        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
+        token_ids_T = self._rows.tokens(step.token_places_T)
+        return self._model.hidden_states(token_ids_T, step.rows, self._memory.layers)
+
+    def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
         """The next token of every sequence that the plan lets draw, from its last row."""
-        ends = np.cumsum([s.end - s.start for s in plan.sequences])
-        drawing = [(s, end - 1) for s, end in zip(plan.sequences, ends, strict=True) if s.draw is not None]
-        prompt_logprobs = {
-            s.sequence_id: self._prompt_logprobs(
-                s, s.prompt_logprobs, hidden_TN[end - (s.end - s.start) : end]
-            )
-            for s, end in zip(plan.sequences, ends, strict=True)
-            if s.prompt_logprobs is not None
-        }
-        if not drawing:
-            return StepResult(step_id=plan.step_id, drawn={}, prompt_logprobs=prompt_logprobs)
-        sequences = [s for s, _ in drawing]
-        hidden_RN = hidden_TN.new_empty(len(drawing), hidden_TN.shape[1])
-        self._backend.gather(hidden_TN, self._integers(row for _, row in drawing), hidden_RN)
-        drawn = self._sampler.draw(
-            self._model.logits(hidden_RN),
-            [
-                DrawRow(draw=s.draw, position=s.end, tokens=self._rows.of(s.row))
-                for s in sequences
-                if s.draw is not None
-            ],
-        )
-        self._rows.put(
-            self._integers(s.row for s in sequences),
-            self._integers(s.end for s in sequences),
-            self._integers(d.token_id for d in drawn),
-        )
-        ids = [s.sequence_id for s in sequences]
+        prompt_logprobs = self._prompts_logprobs(step.plan, hidden_TN)
+        drawn: list[Drawn] = []
+        if step.drawing:
+            hidden_RN = hidden_TN.new_empty(len(step.drawing), hidden_TN.shape[1])
+            self._backend.gather(hidden_TN, step.last_R, hidden_RN)
+            token_R, drawn = self._sampler.draw(self._model.logits(hidden_RN), step.draws)
+            self._rows.put(step.drawn_places_R, token_R)
         return StepResult(
-            step_id=plan.step_id,
-            drawn=dict(zip(ids, drawn, strict=True)),
+            step_id=step.plan.step_id,
+            drawn=dict(zip([s.sequence_id for s in step.drawing], drawn, strict=True)),
             prompt_logprobs=prompt_logprobs,
         )
+
+    def _prompts_logprobs(
+        self, plan: StepPlan, hidden_TN: Tensor
+    ) -> dict[SequenceId, tuple[TokenLogprob, ...]]:
+        said: dict[SequenceId, tuple[TokenLogprob, ...]] = {}
+        first = 0
+        for step in plan.sequences:
+            after = first + step.end - step.start
+            if step.prompt_logprobs is not None:
+                said[step.sequence_id] = self._prompt_logprobs(
+                    step, step.prompt_logprobs, hidden_TN[first:after]
+                )
+            first = after
+        return said
 
     def _prompt_logprobs(self, step: SequenceStep, top: int, hidden_TN: Tensor) -> tuple[TokenLogprob, ...]:
         """Of the tokens after the step's rows, as far as they are the prompt's."""
@@ -175,9 +227,5 @@ class ModelRunner:
             hidden_TN[:count], following_T, top, self._model.logits, max_logits=self._max_logits
         )
 
-    def _integers(self, values: Iterable[int]) -> Tensor:
-        """int64 [T]; through numpy, which takes a third of the time in caches that a step has emptied."""
-        return self._on_device(np.fromiter(values, dtype=np.int64))
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
+    def _on_device(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -27,22 +27,40 @@ class DrawRow:
     """int64: the sequence's tokens, prompt first. Penalties read those before `position`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Draws:
+    """How rows of logits are drawn from, prepared before there are any."""
+
+    sampling: Sampling
+    tops: dict[int, int]
+    """Rows whose logprobs are asked for, and of how many of the likeliest tokens beside."""
+
+
 class Sampler:
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self._backend = backend
         self._device = device
 
-    def draw(self, logits_RV: Tensor, rows: Sequence[DrawRow]) -> list[Drawn]:
-        """One token a row. float32 logits, as the model computed them; they stay as they are."""
-        token_R = self._backend.sample(logits_RV, self._sampling(rows, logits_RV.shape[1]))
+    def prepare(self, rows: Sequence[DrawRow], vocab_size: int) -> Draws:
+        """All but the logits, and the tokens that penalties read: those are read when it is drawn."""
+        return Draws(
+            sampling=self._sampling(rows, vocab_size),
+            tops={i: top for i, row in enumerate(rows) if (top := row.draw.logprobs) is not None},
+        )
+
+    def draw(self, logits_RV: Tensor, draws: Draws) -> tuple[Tensor, list[Drawn]]:
+        """One token a row, int64 [R], and what is said of it.
+
+        float32 logits, as the model computed them; they stay as they are.
+        """
+        token_R = self._backend.sample(logits_RV, draws.sampling)
         drawn = [Drawn(token_id=token_id) for token_id in token_R.tolist()]
-        asking = {i: top for i, row in enumerate(rows) if (top := row.draw.logprobs) is not None}
-        if asking:
-            row_A = self._on_device(list(asking), np.int64)
-            said = self._logprobs(logits_RV, row_A, token_R[row_A], list(asking.values()))
-            for i, logprob in zip(asking, said, strict=True):
+        if draws.tops:
+            row_A = self._on_device(list(draws.tops), np.int64)
+            said = self._logprobs(logits_RV, row_A, token_R[row_A], list(draws.tops.values()))
+            for i, logprob in zip(draws.tops, said, strict=True):
                 drawn[i] = Drawn(token_id=drawn[i].token_id, logprob=logprob)
-        return drawn
+        return token_R, drawn
 
     def prompt_logprobs(
         self,

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 
 from shoal.actors.engine.engine import Runner
 from shoal.actors.engine.step import StepPlan, StepResult
@@ -25,9 +26,12 @@ class TimedRunner:
         self.tokens_per_s = 0.0
         """0 before the first."""
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self._run, plan, self._runner.prepare(plan))
+
+    def _run(self, plan: StepPlan, run: Callable[[], StepResult]) -> StepResult:
         started = self._clock()
-        result = self._runner.run(plan)
+        result = run()
         if plan.num_tokens > len(plan.sequences):  # else every sequence only draws its next token
             self._measure(plan.num_tokens, self._clock() - started)
         return result

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -117,13 +118,16 @@ def test_63_an_engine_that_fails_inside_answers_500_and_serves_on(served: Served
 
 def _fail_once(actor: object) -> None:
     engine = actor._loop._engine  # type: ignore[attr-defined]
-    run = engine._runner.run
+    runner, prepare = engine._runner, engine._runner.prepare
 
-    def fail(plan: object) -> None:
-        engine._runner.run = run
+    def fail() -> None:
         raise RuntimeError("out of luck")
 
-    engine._runner.run = fail
+    def fail_once(plan: object) -> Callable[[], None]:
+        runner.prepare = prepare
+        return fail
+
+    runner.prepare = fail_once
 
 
 def holds_a_request(served: Served, name: str) -> bool:

@@ -1,6 +1,8 @@
 """A step is planned while the one before it computes; what that one draws changes nothing afterwards."""
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.step import StepPlan, StepResult
@@ -106,18 +108,40 @@ def test_63_a_step_that_fails_takes_only_its_own_requests_along_with_one_in_flig
     assert bench.drained()
 
 
+def test_a_step_that_cannot_be_prepared_fails_like_one_that_cannot_be_computed() -> None:
+    bench = Bench()
+    bench.submit(a_request("before", [1, 2], max_tokens=9))
+    bench.step()
+    bench.runner.refusals = 1
+    bench.submit(a_request("only in it", [3, 4], max_tokens=2))
+    bench.step()
+    bench.submit(a_request("behind", [5, 6], max_tokens=2))
+    bench.finish()
+    assert {name: error.kind for name, error in bench.errors.items()} == dict.fromkeys(
+        ("before", "only in it"), ErrorKind.INTERNAL
+    )
+    assert bench.tokens["before"] == generate([1, 2], 1), "of the step before, which was in flight"
+    assert bench.tokens["behind"] == generate([5, 6], 2)
+    assert bench.drained()
+
+
 class ThreadedRunner:
-    """Says on which thread it runs, and computes nothing until it is let."""
+    """Says on which threads it prepares and runs, and computes nothing until it is let."""
 
     def __init__(self, bench: Bench) -> None:
-        self.threads: set[str] = set()
+        self.prepared_on: set[threading.Thread] = set()
+        self.run_on: set[threading.Thread] = set()
         self.let = threading.Semaphore(0)
         self._runner = bench.runner
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self.prepared_on.add(threading.current_thread())
+        return partial(self._run, self._runner.prepare(plan))
+
+    def _run(self, run: Callable[[], StepResult]) -> StepResult:
         assert self.let.acquire(timeout=10)
-        self.threads.add(threading.current_thread().name)
-        return self._runner.run(plan)
+        self.run_on.add(threading.current_thread())
+        return run()
 
 
 def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
@@ -131,5 +155,6 @@ def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
         runner.let.release()
         tokens += [token for reply in engine.step() for token in reply.chunk.token_ids]
     assert tokens == generate([1, 2], 4)
-    assert len(runner.threads) == 1 and threading.current_thread().name not in runner.threads
+    assert runner.prepared_on == {threading.current_thread()}
+    assert len(runner.run_on) == 1 and runner.run_on.isdisjoint(runner.prepared_on)
     assert [plan.step_id for plan in bench.runner.plans] == [1, 2, 3, 4]

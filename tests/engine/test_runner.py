@@ -1,5 +1,6 @@
 """Where rows and tokens lie on the device: the examples of mini-sglang's chapter on pool and tables."""
 
+import numpy as np
 import torch
 
 from shoal.actors.engine.block_pool import BlockId
@@ -49,7 +50,7 @@ def test_locations() -> None:
         Rows(
             sequence_T=torch.tensor([0] * 20 + [1] * 5, dtype=torch.int32),
             position_T=torch.tensor([*range(20), *range(5)], dtype=torch.int32),
-            table_SN=rows.tables(torch.tensor([1, 2])),
+            table_SN=rows.tables(np.array([1, 2])),
         ),
     )
     for stored, sign in ((kv.k_PBHD, 1), (kv.v_PBHD, -1)):
@@ -64,11 +65,12 @@ def test_a_drawn_token_is_read_by_the_next_step_and_never_leaves_the_device() ->
     prompts = {1: (785, 6722, 315, 9625, 374), 2: (16, 488, 220, 16, 284, 220, 17, 11)}
     rows.load(StepPlan(step_id=1, sequences=tuple(a_step(row, p, row) for row, p in prompts.items())))
     for row, prompt in prompts.items():
-        positions = torch.arange(len(prompt))
-        assert tuple(rows.tokens(torch.full_like(positions, row), positions).tolist()) == prompt
-    ends = torch.tensor([len(prompt) for prompt in prompts.values()])
-    rows.put(torch.tensor([1, 2]), ends, torch.tensor([12095, 220]))
-    assert rows.tokens(torch.tensor([1, 2]), ends).tolist() == [12095, 220]
+        places = rows.places(np.full(len(prompt), row), np.arange(len(prompt)))
+        assert tuple(rows.tokens(places)) == prompt
+    ends = rows.places(np.array([1, 2]), np.array([len(prompt) for prompt in prompts.values()]))
+    rows.put(ends, torch.tensor([12095, 220]))
+    assert list(rows.tokens(ends)) == [12095, 220]
+    assert [rows.of(row)[len(prompt)].item() for row, prompt in prompts.items()] == [12095, 220]
 
 
 def test_a_table_is_read_anew_when_it_has_changed() -> None:
@@ -76,4 +78,4 @@ def test_a_table_is_read_anew_when_it_has_changed() -> None:
     for table in ((1, 2, 3), (1, 4), (5,)):
         rows.load(StepPlan(step_id=1, sequences=(a_step(1, (7,), *table),)))
         padded = [*table, 0, 0][:3]
-        assert rows.tables(torch.tensor([1]))[:, :3].tolist() == [padded]
+        assert rows.tables(np.array([1]))[:, :3].tolist() == [padded]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.actors.engine.sampler import DrawRow, Sampler
-from shoal.actors.engine.step import Draw
+from shoal.actors.engine.step import Draw, Drawn
 from shoal.actors.messages import SamplingParams, TokenLogprob
 from tests.kernels.helpers import BEST, REFERENCE, sampling
 
@@ -43,8 +43,14 @@ def a_row(
     )
 
 
+def draw(logits_RV: Tensor, rows: Sequence[DrawRow], sampler: Sampler = SAMPLER) -> list[Drawn]:
+    token_R, said = sampler.draw(logits_RV, sampler.prepare(rows, logits_RV.shape[1]))
+    assert token_R.tolist() == [each.token_id for each in said]
+    return said
+
+
 def drawn(logits: list[float], row: DrawRow, sampler: Sampler = SAMPLER) -> int:
-    return sampler.draw(torch.tensor([logits]), [row])[0].token_id
+    return draw(torch.tensor([logits]), [row], sampler)[0].token_id
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=("cpu", "reference"))
@@ -66,7 +72,7 @@ class TestDraw:
             sampling(1, temperature=0),
         ]
         expected = [int(BEST.sample(logits[t : t + 1], how[t])[0]) for t in range(5)]
-        assert [said.token_id for said in sampler.draw(logits, rows)] == expected
+        assert [said.token_id for said in draw(logits, rows, sampler)] == expected
 
     def test_penalties_tell_prompt_from_output(self, sampler: Sampler) -> None:
         assert drawn([3.0, 2.0], a_row([0], [1], presence_penalty=2.0), sampler) == 0
@@ -102,7 +108,7 @@ class TestLogprobs:
     def test_those_who_ask_get_as_many_as_they_ask_for(self) -> None:
         logits = torch.tensor([[0.5, 0.25, 0.25]]).log().repeat(4, 1)
         rows = [a_row(logprobs=2), a_row(), a_row(logprobs=0), a_row(logprobs=9)]
-        said = [d.logprob for d in SAMPLER.draw(logits, rows)]
+        said = [d.logprob for d in draw(logits, rows)]
         two, nobody, none, all_three = said
         assert nobody is None
         assert two is not None
@@ -126,7 +132,7 @@ class TestLogprobs:
             repetition_penalty=3.0,
             logit_bias=((2, 9.0),),
         )
-        (first,), (second,) = SAMPLER.draw(logits, [plain]), SAMPLER.draw(logits, [bent])
+        (first,), (second,) = draw(logits, [plain]), draw(logits, [bent])
         assert first.logprob is not None
         assert second.logprob is not None
         assert (first.token_id, second.token_id) == (0, 2)
@@ -158,9 +164,9 @@ def any_row() -> st.SearchStrategy[DrawRow]:
 @given(rows=st.lists(any_row(), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_a_row_s_answer_is_its_own(rows: list[DrawRow], seed: int) -> None:
     logits = torch.randn(len(rows), 30, generator=torch.Generator().manual_seed(seed)) * 2
-    together = SAMPLER.draw(logits, rows)
-    assert together == [SAMPLER.draw(logits[t : t + 1], [row])[0] for t, row in enumerate(rows)]
-    assert together == SAMPLERS[1].draw(logits, rows)
+    together = draw(logits, rows)
+    assert together == [draw(logits[t : t + 1], [row])[0] for t, row in enumerate(rows)]
+    assert together == draw(logits, rows, SAMPLERS[1])
 
 
 def toy_logits(token_ids: Sequence[int]) -> list[float]:

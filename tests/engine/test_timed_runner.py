@@ -1,5 +1,7 @@
 """The measured speed: of steps that compute prompts, the latest counting most."""
 
+from collections.abc import Callable
+
 import pytest
 
 from shoal.actors.engine.block_pool import BlockId
@@ -13,9 +15,14 @@ class Machine:
     now = 0.0
     takes_s = 0.0
 
-    def run(self, plan: StepPlan) -> StepResult:
-        self.now += self.takes_s
-        return StepResult(step_id=plan.step_id, drawn={})
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        self.now += 1000.0  # which delays nobody: another step computes meanwhile
+
+        def run() -> StepResult:
+            self.now += self.takes_s
+            return StepResult(step_id=plan.step_id, drawn={})
+
+        return run
 
 
 def step(*lengths: int) -> StepPlan:
@@ -31,14 +38,14 @@ def test_steps_that_compute_prompts_are_measured_and_the_latest_count_most() -> 
     runner = TimedRunner(machine, clock=lambda: machine.now)
     assert runner.tokens_per_s == 0.0
     machine.takes_s = 0.5
-    runner.run(step(99, 1))
+    runner.prepare(step(99, 1))()
     assert runner.tokens_per_s == 200.0
     machine.takes_s = 60.0
-    runner.run(step(1, 1))
+    runner.prepare(step(1, 1))()
     assert runner.tokens_per_s == 200.0, "one token each: nobody's prompt"
     machine.takes_s = 0.1
     for _ in range(200):
-        runner.run(step(100))
+        runner.prepare(step(100))()
     assert runner.tokens_per_s == pytest.approx(1000.0, rel=0.05)
 
 
@@ -46,8 +53,8 @@ def test_short_steps_say_little() -> None:
     machine = Machine()
     runner = TimedRunner(machine, clock=lambda: machine.now)
     machine.takes_s = 0.5
-    runner.run(step(500))
+    runner.prepare(step(500))()
     machine.takes_s = 0.1
     for _ in range(5):
-        runner.run(step(10))
+        runner.prepare(step(10))()
     assert runner.tokens_per_s == pytest.approx(1000.0, rel=0.1), "though they alone make 100 a second"

@@ -38,6 +38,8 @@ class Layer:
         self.rotary = Rotary(cos=random(64, HEAD_SIZE // 2), sin=random(64, HEAD_SIZE // 2))
         pool = torch.zeros(4, 2, 16, KV_HEADS, HEAD_SIZE)
         self.kv = LayerKV(k_PBHD=pool[:, 0], v_PBHD=pool[:, 1])
+        self.embedding = random(9, SIZE).bfloat16()
+        self.ids = torch.tensor([8, 0, 3, 3, 7, 1])
         self.x = random(MAX_ROWS, SIZE)
         self.normed = torch.zeros(MAX_ROWS, SIZE)
         self.qkv = torch.zeros(MAX_ROWS, HEADS + 2 * KV_HEADS, HEAD_SIZE)
@@ -46,6 +48,7 @@ class Layer:
         self.logits = torch.zeros(MAX_ROWS, 3)
 
     def play(self, tape: Tape) -> None:
+        tape.gather(self.embedding, self.ids, self.x)
         tape.rms_norm(self.x, self.norm, 1e-5, self.normed)
         tape.linear(self.normed, self.qkv_weight, self.qkv.flatten(1))
         tape.rms_norm(self.qkv[:, :HEADS], self.head_norm, 1e-5, self.qkv[:, :HEADS])
@@ -63,6 +66,7 @@ class Layer:
 def one_by_one(backend: Backend, layer: Layer, where: Rows) -> None:
     n = len(where.position_T)
     qkv = layer.qkv[:n]
+    backend.gather(layer.embedding, layer.ids[:n], layer.x[:n])
     backend.rms_norm(layer.x[:n], layer.norm, 1e-5, layer.normed[:n])
     backend.linear(layer.normed[:n], layer.qkv_weight, qkv.flatten(1))
     backend.rms_norm(qkv[:, :HEADS], layer.head_norm, 1e-5, qkv[:, :HEADS])

@@ -4,6 +4,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
-from shoal.actors.engine.runner import ModelRunner, TokenRows
+from shoal.actors.engine.runner import ModelRunner, PackedStep, TokenRows
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
 from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
@@ -41,16 +42,19 @@ class LookingRunner:
         self._look = look
         self._watched = watched
 
+    def prepare(self, plan: StepPlan) -> Callable[[], StepResult]:
+        return partial(self._run, plan, self._runner.pack(plan))
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        hidden = self._runner.hidden_states(plan)
+    def _run(self, plan: StepPlan, step: PackedStep) -> StepResult:
+        hidden = self._runner.hidden_states(step)
         rows = [(s.sequence_id, position) for s in plan.sequences for position in range(s.start, s.end)]
         watched = [i for i, (s, _) in enumerate(rows) if s in self._watched]
         for first in range(0, len(watched), MAX_LOGITS):
             some = watched[first : first + MAX_LOGITS]
             for row, logits in zip(some, self._decoder.logits(hidden[some]), strict=True):
                 self._look(*rows[row], logits)
-        return self._runner.draw(plan, hidden)
+        return self._runner.draw(step, hidden)
 
 
 @dataclass
@@ -125,7 +129,11 @@ class Served:
             block_size=setup.block_size,
             device=DEVICE,
         )
-        runner = ModelRunner(decoder, memory, rows, setup.backend, DEVICE, max_logits=MAX_LOGITS)
+        runner = ModelRunner(
+            *(decoder, memory, rows, setup.backend, DEVICE),
+            max_logits=MAX_LOGITS,
+            vocab_size=loaded.config.vocab_size,
+        )
         pools = Pools(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,7 +117,7 @@ class Pages:
             store_from_S=self._store_from_S,
             rings=self._ring_rows(pieces),
         )
-        token_ids = torch.tensor([self.sequences[s][p] for s, p in rows])
+        token_ids = np.array([self.sequences[s][p] for s, p in rows])
         hidden = self._decoder.hidden_states(token_ids, where, self._memory.layers)
         self._restores = []
         logits = self._decoder.logits(hidden).clone()

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
@@ -33,10 +35,14 @@ class Weights(Protocol):
 class Decoder(Protocol):
     """Computes a step's packed rows. What a call returns may be overwritten by the next."""
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
+    def hidden_states(
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+    ) -> Tensor:
         """float32 [T, hidden_size] that `logits` understands; stores every row's K/V on the way.
 
-        token_ids_T: int64 [T], T at most the `max_rows` it was made for.
+        token_ids_T: T at most the `max_rows` it was made for. No tensor, since torch lets go of the GIL with
+        every operation and every tensor that ends: the engine's thread, which has just heard of the step
+        before, would take it, and keep this one from starting.
         """
         ...
 

@@ -8,7 +8,9 @@ our kernels want.
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig
@@ -43,6 +45,8 @@ class LeanDecoder:
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=torch.float32, device=rotaries[0].cos.device)
 
+        self._ids_T = torch.zeros(max_rows, dtype=torch.int64, device=rotaries[0].cos.device)
+        self._ids_array = self._ids_T.numpy()
         self._residual = buffer(max_rows, config.hidden_size)
         self._normed = buffer(max_rows, config.hidden_size)
         self._qkv = buffer(max_rows, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
@@ -50,17 +54,19 @@ class LeanDecoder:
         self._inner = buffer(max_rows, config.num_experts or config.intermediate_size)
         self._logits = buffer(max_logits, config.vocab_size)
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
+    def hidden_states(
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+    ) -> Tensor:
         """Hidden states before the final norm, float32 [T, hidden_size]; stores every row's K/V on the way.
 
         token_ids_T: int64 [T], T at most max_rows.
         """
-        x = self._residual[: token_ids_T.shape[0]]
-        self._backend.gather(self._weights.embedding_VN, token_ids_T, x, scale=self._config.embedding_scale)
+        num_rows = len(token_ids_T)
+        self._ids_array[:num_rows] = token_ids_T
         if self._recorded is None or self._recorded[0] is not kv:  # once for each pool, that is
             self._recorded = kv, self._backend.record(lambda tape: self._layers(tape, kv))
         self._recorded[1](rows)
-        return x
+        return self._residual[:num_rows]
 
     def _layers(self, tape: Tape, kv: tuple[LayerKV | LayerRing, ...]) -> None:
         """The model, on all rows of the buffers: a step of fewer rows computes its own."""
@@ -71,6 +77,7 @@ class LeanDecoder:
         q_THD, k_THD = qk_THD[:, : config.num_heads], qk_THD[:, config.num_heads :]
         attended_THD = self._attended.view(len(x), config.num_heads, config.head_dim)
 
+        tape.gather(self._weights.embedding_VN, self._ids_T, x, scale=config.embedding_scale)
         layers = zip(self._weights.layers, kv, config.windows, self._rotaries, strict=True)
         for layer, layer_kv, window, rotary in layers:
             tape.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
@@ -207,7 +209,7 @@ class LibraryModel:
             sequence_T, position_T = torch.tensor(chunk, dtype=torch.int32).T.contiguous()
             table = torch.tensor([[0], [1]], dtype=torch.int32)
             rows = Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table)
-            hidden = decoder.hidden_states(tokens[sequence_T, position_T], rows, kv)
+            hidden = decoder.hidden_states(tokens[sequence_T, position_T].numpy(), rows, kv)
             got[sequence_T, position_T] = decoder.logits(hidden)
         error = float((got - expected).abs().max() / expected.abs().max())
         if not error < PROOF_TOLERANCE:
@@ -221,9 +223,11 @@ class LibraryDecoder:
         self._model = model
         self._backend = backend
 
-    def hidden_states(self, token_ids_T: Tensor, rows: Rows, kv: tuple[LayerKV | LayerRing, ...]) -> Tensor:
+    def hidden_states(
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+    ) -> Tensor:
         step = Step(self._backend, rows, kv)
-        out = _forward(self._model.layers, token_ids_T, rows.position_T.long(), step)
+        out = _forward(self._model.layers, torch.from_numpy(token_ids_T), rows.position_T.long(), step)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
