@@ -84,11 +84,11 @@ struct Table { __m512i x; };
 inline Table load_table(const uint8_t* p) {
     return {_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
-    __m512i numbers = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
-    numbers = _mm512_or_si512(numbers, _mm512_slli_epi16(numbers, 4));
+inline void decode(const uint8_t* low, const uint8_t* high, int half, Table table, V (&words)[2]) {
+    __m512i numbers = _mm512_loadu_si512(high);
+    if (half) numbers = _mm512_srli_epi16(numbers, 4);
     const __m512i a = _mm512_loadu_si512(low);
-    const __m512i b = _mm512_shuffle_epi8(table.x, _mm512_and_si512(numbers, _mm512_set1_epi16(0x0f0f)));
+    const __m512i b = _mm512_shuffle_epi8(table.x, _mm512_and_si512(numbers, _mm512_set1_epi8(0x0f)));
     words[0] = {_mm512_castsi512_ps(_mm512_unpacklo_epi8(a, b))};
     words[1] = {_mm512_castsi512_ps(_mm512_unpackhi_epi8(a, b))};
 }
@@ -204,17 +204,17 @@ struct Table { __m256i x; };
 inline Table load_table(const uint8_t* p) {
     return {_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
-inline void decode(const uint8_t* low, const uint8_t* high, Table table, __m256& words0, __m256& words1) {
-    __m256i numbers = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(high)));
-    numbers = _mm256_or_si256(numbers, _mm256_slli_epi16(numbers, 4));
+inline void decode(const uint8_t* low, const uint8_t* high, int half, Table table, __m256& words0, __m256& words1) {
+    __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+    if (half) numbers = _mm256_srli_epi16(numbers, 4);
     const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
-    const __m256i b = _mm256_shuffle_epi8(table.x, _mm256_and_si256(numbers, _mm256_set1_epi16(0x0f0f)));
+    const __m256i b = _mm256_shuffle_epi8(table.x, _mm256_and_si256(numbers, _mm256_set1_epi8(0x0f)));
     words0 = _mm256_castsi256_ps(_mm256_unpacklo_epi8(a, b));
     words1 = _mm256_castsi256_ps(_mm256_unpackhi_epi8(a, b));
 }
-inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
-    decode(low, high, table, words[0].a, words[1].a);
-    decode(low + 32, high + 16, table, words[0].b, words[1].b);
+inline void decode(const uint8_t* low, const uint8_t* high, int half, Table table, V (&words)[2]) {
+    decode(low, high, half, table, words[0].a, words[1].a);
+    decode(low + 32, high + 32, half, table, words[0].b, words[1].b);
 }
 
 template <class T> inline void transpose_words(const T* const* rows, long at, __m256 (&out)[4]) {
@@ -292,12 +292,12 @@ inline V even(V words) { EACH_LANE(std::bit_cast<float>(bits(words.lane[i]) << 1
 inline V odd(V words) { EACH_LANE(std::bit_cast<float>(bits(words.lane[i]) & 0xffff0000)); }
 struct Table { const uint8_t* x; };
 inline Table load_table(const uint8_t* p) { return {p}; }
-inline void decode(const uint8_t* low, const uint8_t* high, Table table, V (&words)[2]) {
+inline void decode(const uint8_t* low, const uint8_t* high, int half, Table table, V (&words)[2]) {
     for (int pair = 0; pair < 2; pair++)
         for (int i = 0; i < LANES; i++) {
-            const int at = i / 4 * 16 + pair * 8 + i % 4 * 2, numbers = high[at / 2];
-            const uint32_t first = low[at] | table.x[numbers & 15] << 8;
-            const uint32_t second = low[at + 1] | table.x[numbers >> 4] << 8;
+            const int at = i / 4 * 16 + pair * 8 + i % 4 * 2;
+            const uint32_t first = low[at] | table.x[high[at] >> 4 * half & 15] << 8;
+            const uint32_t second = low[at + 1] | table.x[high[at + 1] >> 4 * half & 15] << 8;
             words[pair].lane[i] = std::bit_cast<float>(first | second << 16);
         }
 }
@@ -334,8 +334,9 @@ inline float largest(V v) {
 }
 #endif
 
-// decode(): four k of a panel's bf16 from their low bytes and the numbers of their high bytes in a table of 16. What
-// comes first is k 0 and 1 of each lane, a word, then k 2 and 3.
+// decode(): four k of a panel's bf16 from their 64 low bytes and the numbers of their high bytes in a table of 16, which
+// are the low (half 0) or high (half 1) four bits of 64 bytes. What comes first is k 0 and 1 of each lane, a word, then
+// k 2 and 3.
 
 // PIECE elements of each of sixteen rows, transposed and widened: lane i of out[d] is rows[i][at + d].
 #if defined(__AVX512F__)

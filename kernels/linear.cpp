@@ -38,7 +38,7 @@ template <> struct Four<bf12> {
     Four() = default;
     Four(const char* pair, int half, Table table) {
         const auto* bytes = reinterpret_cast<const uint8_t*>(pair);
-        decode(bytes + half * 64, bytes + 128 + half * 32, table, words);
+        decode(bytes + half * 64, bytes + 128, half, table, words);
     }
     template <int k> V get() const { return half_words<k>(words[k / 2]); }
 };

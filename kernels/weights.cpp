@@ -110,9 +110,9 @@ void encode(const uint16_t* values, long fours, Linear::Pair& pair, uint8_t* out
         }
         for (long i = 0; i < FOURS; i++) {  // [2][k / 2][lane][k % 2]
             const long panel = i / 64, k = i / 32 % 2 * 2 + i % 2, lane = i / 2 % 16;
-            const long at = panel * 64 + lane / 4 * 16 + k / 2 * 8 + lane % 4 * 2 + k % 2;
-            out[at] = uint8_t(values[i]);
-            out[128 + at / 2] |= uint8_t(places.of(values[i]) << at % 2 * 4);
+            const long at = lane / 4 * 16 + k / 2 * 8 + lane % 4 * 2 + k % 2;
+            out[panel * 64 + at] = uint8_t(values[i]);
+            out[128 + at] |= uint8_t(places.of(values[i]) << panel * 4);
         }
     }
 }
