@@ -7,7 +7,7 @@ import pytest
 
 from shoal.actors.engine.transfers import Fallback, WritePolicy
 from shoal.actors.messages import CachedTokens, PrefixSource, RequestId
-from shoal.kvstore.block_hash import segment_key
+from shoal.kvstore.block_hash import BlockKey, segment_key
 from tests.engine.bench import Bench, a_request
 from tests.fake_runner import generate
 from tests.fake_store import OTHER, OWN, Stores, view
