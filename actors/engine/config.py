@@ -21,6 +21,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
+    num_dropped_layers: int = 0
+    """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     kv_write_policy: WritePolicy = "write_through"
     """A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
     prefix_cache: PrefixCacheName = "radix"
