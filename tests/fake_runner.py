@@ -1,15 +1,24 @@
-"""A runner without a model: K/V rows hold token IDs, so a wrong block shows up as a wrong token."""
+"""A runner without a model: K/V rows hold token IDs, so a wrong block shows up as a wrong token.
+
+So does wrong state: below the paged layer lie sliding ones, whose rings and segments hold rows too.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
+import numpy as np
+
 from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.step import Drawn, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.transfers import Piece
 from shoal.actors.messages import TokenLogprob
+from shoal.kvstore.layout import StateLayout
 
 VOCABULARY = 1009
 UNWRITTEN = -1
+WRONG = -2
+"""A row that was computed from wrong ones."""
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -33,11 +42,94 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(logprob=-float(token))
 
 
+def sliding_layers(window: int, block_size: int, *, num_dropped: int = 0) -> StateLayout:
+    """One layer that is stored, below those that are not."""
+    return StateLayout(
+        num_layers=1 + num_dropped,
+        num_dropped=num_dropped,
+        window=window,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=block_size,
+    )
+
+
+class Rings:
+    """The sliding layers of a model, each of which reads what the one below it gives.
+
+    A row is its position and its token if all that its layer sees from there was right in the layer below;
+    else it is WRONG. What the last layer gives, the paged layer stores.
+    """
+
+    def __init__(self, layout: StateLayout, *, num_slots: int, num_segments: int) -> None:
+        self._layout = layout
+        self._rings = [
+            [[UNWRITTEN] * layout.ring_rows for _ in range(layout.num_layers)] for _ in range(num_slots)
+        ]
+        self.segments = [[UNWRITTEN] * layout.segment_rows for _ in range(num_segments)]
+
+    def poison(self, slot: int) -> None:
+        """A new sequence has it: whatever it does not restore or write is no longer there."""
+        for ring in self._rings[slot]:
+            ring[:] = [UNWRITTEN] * len(ring)
+
+    def restore(self, step: SequenceStep) -> None:
+        """The state at step.start, into the stored layer's ring."""
+        block_size, rows = self._layout.block_size, self._layout.segment_rows
+        first = step.start // block_size - len(step.restore)
+        for i, segment in enumerate(step.restore, first):
+            end = (i + 1) * block_size
+            for position, row in zip(range(end - rows, end), self.segments[segment], strict=True):
+                if step.start - position <= self._layout.needed_rows:
+                    self._rings[step.slot][0][position % self._layout.ring_rows] = row
+
+    def compute(self, step: SequenceStep, tokens: Sequence[int]) -> list[int]:
+        """What the paged layer is to store of the step's rows; tokens: all up to them."""
+        assert step.slot != NO_BLOCK
+        right = [position * VOCABULARY + token for position, token in enumerate(tokens)]
+        rows = right[step.start :]
+        for layer, ring in enumerate(self._rings[step.slot]):
+            stored = layer < self._layout.num_stored
+            first_visible = 0 if stored else step.valid_from
+            before = {p: ring[p % len(ring)] for p in range(max(0, step.start - len(ring)), step.start)}
+            seen = before | dict(enumerate(rows, step.start))
+            if stored:
+                self._capture(step, seen)
+            for position in range(max(step.start, step.end - len(ring)), step.end):
+                ring[position % len(ring)] = seen[position]
+            rows = [
+                right[p] if self._sees_right(seen, right, p, first_visible) else WRONG
+                for p in range(step.start, step.end)
+            ]
+        return [row if row == WRONG else row % VOCABULARY for row in rows]
+
+    def _sees_right(
+        self, seen: dict[int, int], right: Sequence[int], position: int, first_visible: int
+    ) -> bool:
+        first = max(0, position - self._layout.needed_rows)
+        return first >= first_visible and all(seen[p] == right[p] for p in range(first, position + 1))
+
+    def _capture(self, step: SequenceStep, seen: dict[int, int]) -> None:
+        rows = self._layout.segment_rows
+        for boundary, segment in step.captures:
+            assert step.start < boundary <= step.end and boundary % self._layout.block_size == 0
+            self.segments[segment] = [seen.get(p, UNWRITTEN) for p in range(boundary - rows, boundary)]
+
+
 class FakeRunner:
     """Implements the engine's `Runner`. Also checks each plan: no row is written twice or outside a table."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        state: StateLayout | None = None,
+        num_slots: int = 0,
+        num_segments: int = 0,
+    ) -> None:
         self._block_size = block_size
+        self._rings = None if state is None else Rings(state, num_slots=num_slots, num_segments=num_segments)
         self._rows = [[UNWRITTEN] * block_size for _ in range(num_blocks)]
         self._tokens: dict[int, list[int]] = {}  # the token pool
         self.failures = 0
@@ -56,11 +148,12 @@ class FakeRunner:
             assert step.start < step.end, "a row is computed, or there would be no logits"
             known = self._tokens.get(step.row, [])
             known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
-            for position in range(step.start, step.end):
+            tokens = self._compute(step, known[: step.end])
+            for position in range(max(step.start, step.store_from), step.end):
                 row = self._locate(step, position)
                 assert row not in written, f"two sequences write {row}"
                 written.add(row)
-                self._rows[row[0]][row[1]] = known[position]
+                self._rows[row[0]][row[1]] = tokens[position - step.start]
         return StepResult(
             step_id=plan.step_id,
             drawn={step.sequence_id: self._draw(step) for step in plan.sequences if step.draw is not None},
@@ -72,6 +165,37 @@ class FakeRunner:
                 if step.prompt_logprobs is not None
             },
         )
+
+    def _compute(self, step: SequenceStep, tokens: Sequence[int]) -> Sequence[int]:
+        if self._rings is None:
+            assert not step.restore and not step.captures and step.start >= step.store_from
+            return tokens[step.start :]
+        if step.known_tokens:
+            self._rings.poison(step.slot)
+            self._rings.restore(step)
+        return self._rings.compute(step, tokens)
+
+    def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None:
+        """out: uint8, one piece behind the other."""
+        rows = [row for piece in pieces for row in self._storage(piece)]
+        out[:] = np.array(rows, dtype=np.int32).view(np.uint8)
+
+    def num_bytes(self, piece: Piece) -> int:
+        return 4 * len(self._storage(piece))
+
+    def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None:
+        rows = data.view(np.int32).tolist()
+        for piece in pieces:
+            storage = self._storage(piece)
+            storage[:], rows = rows[: len(storage)], rows[len(storage) :]
+        assert not rows
+
+    def _storage(self, piece: Piece) -> list[int]:
+        assert (piece.block == NO_BLOCK) != (piece.segment == NO_BLOCK)
+        if piece.block != NO_BLOCK:
+            return self._rows[piece.block]
+        assert self._rings is not None
+        return self._rings.segments[piece.segment]
 
     def _draw(self, step: SequenceStep) -> Drawn:
         token = next_token([self._row(step, position) for position in range(step.end)])
@@ -119,14 +243,17 @@ class FakeDevice(Executor):
 
     def _check(self, plan: StepPlan, earlier: StepPlan) -> None:
         for step in plan.sequences:
-            first = step.start // self._block_size
+            first = max(step.start, step.store_from) // self._block_size
             writes = set(step.block_table[first : -(-step.end // self._block_size)])
+            captures = {segment for _, segment in step.captures}
             for other in earlier.sequences:
                 if other.sequence_id != step.sequence_id:
                     overlap = writes & set(other.block_table)
                     assert not overlap, f"step {plan.step_id} writes {overlap}, which {earlier.step_id} uses"
                     assert step.row != other.row, f"step {plan.step_id} takes a row that is in use"
                     assert not step.slot or step.slot != other.slot
+                used = {*other.restore, *(segment for _, segment in other.captures)}
+                assert not captures & used, f"step {plan.step_id} overwrites segments in use"
 
 
 class _Step(Future[StepResult]):

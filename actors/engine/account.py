@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shoal.actors.engine.prefix_cache import PrefixChanges
+from shoal.actors.engine.prefix_changes import PrefixChanges
 from shoal.actors.messages import EngineId, EngineReport, RequestId
 from shoal.kvstore.block_hash import BlockKey
 

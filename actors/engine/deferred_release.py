@@ -18,8 +18,10 @@ class DeferredRelease:
         self._held: dict[int, list[Holding]] = {}  # by the last step that uses it
         self._finished = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks come back when the steps in flight have finished."""
+        return any(holding.block_table for holding in self.holdings())
 
     def release(self, holding: Holding, *, after_step: int) -> None:
         """Take over a holding that no step after this one uses; 0 if no step ever did."""

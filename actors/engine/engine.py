@@ -5,7 +5,7 @@ from collections import deque
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol
 
-from shoal.actors.engine.prefix_cache import PrefixChanges
+from shoal.actors.engine.prefix_changes import PrefixChanges
 from shoal.actors.engine.scheduler import Reply, Scheduler
 from shoal.actors.engine.step import StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, IngressId, RequestId
@@ -69,7 +69,7 @@ class Engine:
 
     def take_prefix_changes(self) -> PrefixChanges:
         """Cached prefixes that came and went since this was last called."""
-        return self._scheduler.prefix_cache.take_changes()
+        return self._scheduler.prefix_cache.changes.take()
 
     def prefix_keys(self) -> tuple[BlockKey, ...]:
         """Of all cached blocks, parents first."""

@@ -1,4 +1,4 @@
-"""What one sequence owns: paged blocks, a row of the token pool, a state slot if its model has state."""
+"""What one sequence owns: paged blocks, a row of tokens, and if its model has state a slot and segments."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +23,8 @@ class Holding:
     block_table: list[BlockId] = field(default_factory=list)
     row: BlockId = NO_BLOCK
     slot: BlockId = NO_BLOCK
+    segments: dict[int, BlockId] = field(default_factory=dict)
+    """By the index of the block whose state they are."""
     _frozen: tuple[BlockId, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     def frozen_table(self) -> tuple[BlockId, ...]:
@@ -36,9 +38,10 @@ class Holding:
 
 
 class Pools:
-    """The pools of one engine, asked and paid together: a sequence needs all of them to run.
+    """The pools of one engine, asked and paid together: a sequence needs blocks, a row and a slot to run.
 
-    Blocks that only the prefix cache owns count as available; they are evicted when they are needed.
+    Blocks that nobody uses but the prefix cache count as available; they are evicted when they are needed.
+    So are segments, which nobody needs: without one, a boundary is not taken up again.
     """
 
     def __init__(
@@ -48,32 +51,49 @@ class Pools:
         block_size: int,
         num_rows: int,
         num_slots: int = 0,
+        num_segments: int = 0,
         cache: PrefixCacheName = "radix",
     ) -> None:
-        """All counts include ID 0, which is never issued; num_slots 0 is a model without state."""
+        """All counts include ID 0, which is never issued; num_slots 0 is a model without state.
+
+        A cache that keeps no blocks keeps no segments: then there are none.
+        """
         if block_size < 1:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.block_size = block_size
         self.blocks = BlockPool(num_blocks)
         self.rows = BlockPool(num_rows)
         self.slots = BlockPool(num_slots) if num_slots else None
-        self.prefix_cache = prefix_cache(cache, self.blocks)
+        self.segments = BlockPool(1 if cache == "naive" else max(1, num_segments))
+        self.prefix_cache = prefix_cache(cache, self.blocks, self.segments)
 
     @property
     def num_available(self) -> int:
         """Blocks that are free or can be evicted."""
         return self.blocks.num_free + self.prefix_cache.num_evictable
 
-    def admission(self, num_positions: int, *, hit: Sequence[BlockId] = (), headroom: int = 0) -> Admission:
-        """May a new sequence claim this many positions, leaving `headroom` blocks available for the others?
+    @property
+    def num_available_segments(self) -> int:
+        return self.segments.num_free + self.prefix_cache.segments.num_evictable
 
-        hit: blocks of its first positions, matched in the prefix cache.
+    def room_beside(self, hit: Sequence[BlockId]) -> int:
+        """Blocks that are available once a match in the prefix cache has been locked."""
+        return self.num_available - self.prefix_cache.num_unused(hit)
+
+    def has_blocks(self, num_positions: int, *, hit: Sequence[BlockId] = (), headroom: int = 0) -> bool:
+        """Whether there are blocks for so many positions now, with `headroom` left for the others.
+
+        hit: blocks of the first positions, matched in the prefix cache.
         """
+        wanted = blocks_needed(history=num_positions, block_size=self.block_size)
+        return wanted - len(hit) + headroom <= self.room_beside(hit)
+
+    def admission(self, num_positions: int, *, hit: Sequence[BlockId] = (), headroom: int = 0) -> Admission:
+        """May a new sequence claim this many positions? As `has_blocks`, and for all the pools."""
         wanted = blocks_needed(history=num_positions, block_size=self.block_size)
         if self.blocks.admission(wanted) is Admission.NEVER:
             return Admission.NEVER
-        to_be_locked = sum(self.blocks.num_owners(block) == 1 for block in hit)
-        if wanted - len(hit) + headroom > self.num_available - to_be_locked:
+        if not self.has_blocks(num_positions, hit=hit, headroom=headroom):
             return Admission.LATER
         for pool in (self.rows, self.slots):
             if pool is not None and (answer := pool.admission(1)) is not Admission.OK:
@@ -85,10 +105,23 @@ class Pools:
         wanted = blocks_needed(history=num_positions, block_size=self.block_size)
         self.prefix_cache.lock(hit)
         return Holding(
-            block_table=[*hit, *self._allocate(wanted - len(hit))],
+            block_table=[*hit, *self.claim_blocks(wanted - len(hit))],
             row=self.rows.allocate(1)[0],
             slot=self.slots.allocate(1)[0] if self.slots else NO_BLOCK,
         )
+
+    def claim_segment(self) -> BlockId | None:
+        """One that is free or can be evicted, if there is any."""
+        if not self.segments.num_free:
+            if not self.prefix_cache.segments.num_evictable:
+                return None
+            self.prefix_cache.segments.evict(1)
+        return self.segments.allocate(1)[0]
+
+    def claim_blocks(self, num_blocks: int) -> list[BlockId]:
+        """At most num_available."""
+        self.prefix_cache.evict(max(0, num_blocks - self.blocks.num_free))
+        return self.blocks.allocate(num_blocks)
 
     def resize(self, holding: Holding, num_blocks: int) -> bool:
         """Grow or shrink the table to exactly num_blocks. False if there are too few, and nothing changed."""
@@ -99,7 +132,7 @@ class Pools:
         if missing > self.num_available:
             return False
         if missing > 0:
-            table.extend(self._allocate(missing))
+            table.extend(self.claim_blocks(missing))
         else:
             self.prefix_cache.unlock(table[num_blocks:])
             del table[num_blocks:]
@@ -117,17 +150,18 @@ class Pools:
         if self.slots and holding.slot != NO_BLOCK:
             self.slots.release([holding.slot])
             holding.slot = NO_BLOCK
-
-    def _allocate(self, num_blocks: int) -> list[BlockId]:
-        self.prefix_cache.evict(max(0, num_blocks - self.blocks.num_free))
-        return self.blocks.allocate(num_blocks)
+        if holding.segments:
+            self.prefix_cache.segments.unlock(list(holding.segments.values()))
+            holding.segments.clear()
 
     def check(self, holdings: Iterable[Holding]) -> None:
-        """The owners are exactly these holdings and the prefix cache."""
+        """The owners are exactly these holdings, the prefix cache and the copies that save what it has."""
         held = list(holdings)
         self.prefix_cache.check()
         tables = [block for holding in held for block in holding.block_table]
-        self.blocks.check([*tables, *self.prefix_cache.blocks()])
+        self.blocks.check([*tables, *self.prefix_cache.owned()])
         self.rows.check([holding.row for holding in held if holding.row != NO_BLOCK])
         if self.slots:
             self.slots.check([holding.slot for holding in held if holding.slot != NO_BLOCK])
+        segments = [segment for holding in held for segment in holding.segments.values()]
+        self.segments.check([*segments, *self.prefix_cache.segments.owned()])

@@ -1,39 +1,46 @@
 """Which blocks hold which prefix: computed once, then shared by all that begin with the same tokens."""
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from shoal.actors.engine.block_pool import BlockId, BlockPool
+from shoal.actors.engine.block_pool import BlockId, BlockNotOwned, BlockPool
+from shoal.actors.engine.prefix_changes import ChangeLog
+from shoal.actors.engine.radix_cache import RadixPrefixCache
+from shoal.actors.engine.segment_cache import SegmentCache
+from shoal.actors.engine.transfers import Piece
 from shoal.kvstore.block_hash import BlockKey
 
 PrefixCacheName = Literal["naive", "radix"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixChanges:
-    """What a cache holds and did not when it was last asked, and the other way round. No key is in both."""
-
-    stored: tuple[BlockKey, ...] = ()
-    """Parents first."""
-    removed: tuple[BlockKey, ...] = ()
-
-
 class PrefixCache(Protocol):
     """An owner of complete blocks, found by their keys; a key names all tokens before its block as well.
 
-    As far as a sequence's blocks are cached, they are the cache's own: `insert` sees to it. So whoever owns a
-    cached block owns all that come before it, and what nobody but the cache owns can be evicted in full.
+    As far as a sequence's blocks are cached, they are the cache's own: `insert` sees to it. So whoever uses a
+    cached block owns all that come before it, and what nobody uses can be evicted in full.
     """
 
     @property
+    def segments(self) -> SegmentCache:
+        """Of cached blocks: a block that is evicted takes its segment along."""
+        ...
+
+    @property
+    def changes(self) -> ChangeLog:
+        """Of blocks and segments."""
+        ...
+
+    @property
     def num_evictable(self) -> int:
-        """Blocks that nobody but the cache owns."""
+        """Blocks that can be made free at once: nobody but the cache owns them."""
         ...
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         """The blocks of the longest cached prefix. They may be evicted until they are locked."""
+        ...
+
+    def num_unused(self, hit: Sequence[BlockId]) -> int:
+        """How many of a match's blocks count as evictable, until they are locked."""
         ...
 
     def lock(self, blocks: Sequence[BlockId]) -> None:
@@ -61,15 +68,27 @@ class PrefixCache(Protocol):
         ...
 
     def keys(self) -> tuple[BlockKey, ...]:
-        """Of everything cached, parents first."""
+        """Of everything cached, blocks and segments, parents first."""
         ...
 
-    def take_changes(self) -> PrefixChanges:
-        """Since they were last taken."""
+    def piece(self, key: BlockKey) -> Piece | None:
+        """The block of this key, if it is cached."""
         ...
 
-    def blocks(self) -> Iterable[BlockId]:
-        """What the cache owns, each once."""
+    def first_to_go(self) -> Iterable[BlockKey]:
+        """Blocks that nobody uses, in the order in which they are evicted."""
+        ...
+
+    def start_saving(self, block: BlockId) -> None:
+        """A copy reads a cached block: it becomes an owner, which does not make the block used."""
+        ...
+
+    def end_saving(self, block: BlockId) -> None:
+        """The copy has ended."""
+        ...
+
+    def owned(self) -> list[BlockId]:
+        """The blocks that the cache and the copies that save own, with repetition."""
         ...
 
     def check(self) -> None:
@@ -84,9 +103,14 @@ class NaivePrefixCache:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        self.changes = ChangeLog()
+        self.segments = SegmentCache(BlockPool(1), self.changes)
 
     def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
         return []
+
+    def num_unused(self, hit: Sequence[BlockId]) -> int:
+        return 0
 
     def lock(self, blocks: Sequence[BlockId]) -> None:
         self._pool.pin(blocks)
@@ -107,137 +131,24 @@ class NaivePrefixCache:
     def keys(self) -> tuple[BlockKey, ...]:
         return ()
 
-    def take_changes(self) -> PrefixChanges:
-        return PrefixChanges()
+    def piece(self, key: BlockKey) -> Piece | None:
+        return None
 
-    def blocks(self) -> Iterable[BlockId]:
+    def first_to_go(self) -> Iterable[BlockKey]:
         return ()
+
+    def start_saving(self, block: BlockId) -> None:
+        raise BlockNotOwned(block)
+
+    def end_saving(self, block: BlockId) -> None:
+        raise BlockNotOwned(block)
+
+    def owned(self) -> list[BlockId]:
+        return []
 
     def check(self) -> None:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    block: BlockId
-    parent: BlockKey
-
-
-class RadixPrefixCache:
-    """A radix tree whose edges are block keys, kept as a flat map: a chained key is a path from the root.
-
-    So a match is one lookup a block, and no node has to be split or searched. Blocks that nobody else owns
-    stand in one queue, in the order in which they were unlocked, each sequence's tail first. Since owning a
-    block means owning those before it, a block enters the queue after all its children did: its head is
-    always a leaf, and the one that was used last longest ago.
-    """
-
-    def __init__(self, pool: BlockPool) -> None:
-        self._pool = pool
-        self._entries: dict[BlockKey, _Entry] = {}  # parents before children
-        self._key_of: dict[BlockId, BlockKey] = {}
-        self._evictable: OrderedDict[BlockId, None] = OrderedDict()
-        self._stored: dict[BlockKey, None] = {}
-        self._removed: dict[BlockKey, None] = {}
-
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictable)
-
-    def match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        blocks = []
-        for key in keys:
-            entry = self._entries.get(key)
-            if entry is None:
-                break
-            blocks.append(entry.block)
-        return blocks
-
-    def lock(self, blocks: Sequence[BlockId]) -> None:
-        self._pool.pin(blocks)
-        for block in blocks:
-            self._evictable.pop(block, None)
-
-    def unlock(self, blocks: Sequence[BlockId]) -> None:
-        self._pool.release(blocks)
-        for block in reversed(blocks):
-            if block in self._key_of and self._pool.num_owners(block) == 1:
-                self._evictable[block] = None
-
-    def insert(self, parent: BlockKey, keys: Sequence[BlockKey], blocks: Sequence[BlockId]) -> list[BlockId]:
-        kept = []
-        for key, block in zip(keys, blocks, strict=True):
-            entry = self._entries.get(key)
-            if entry is None:
-                self._pool.pin([block])
-                entry = self._entries[key] = _Entry(block, parent)
-                self._key_of[block] = key
-                _note(key, self._stored, undoes=self._removed)
-            elif entry.block != block:
-                self.lock([entry.block])
-            kept.append(entry.block)
-            parent = key
-        return kept
-
-    def evict(self, num_blocks: int) -> None:
-        if num_blocks > len(self._evictable):
-            raise ValueError(f"cannot evict {num_blocks} of {len(self._evictable)} blocks")
-        for _ in range(num_blocks):
-            block, _ = self._evictable.popitem(last=False)
-            key = self._key_of.pop(block)
-            del self._entries[key]
-            self._pool.release([block])
-            _note(key, self._removed, undoes=self._stored)
-
-    def reset(self) -> None:
-        for key in self._entries:
-            _note(key, self._removed, undoes=self._stored)
-        self._pool.release([entry.block for entry in self._entries.values()])
-        self._entries.clear()
-        self._key_of.clear()
-        self._evictable.clear()
-
-    def keys(self) -> tuple[BlockKey, ...]:
-        return tuple(self._entries)
-
-    def take_changes(self) -> PrefixChanges:
-        changes = PrefixChanges(stored=tuple(self._stored), removed=tuple(self._removed))
-        self._stored.clear()
-        self._removed.clear()
-        return changes
-
-    def blocks(self) -> Iterable[BlockId]:
-        return self._key_of
-
-    def check(self) -> None:
-        assert self._key_of == {entry.block: key for key, entry in self._entries.items()}
-        unused = {block for block in self._key_of if self._pool.num_owners(block) == 1}
-        assert unused == self._evictable.keys(), f"unused {unused}, evictable {list(self._evictable)}"
-        age = {block: i for i, block in enumerate(self._evictable)}
-        seen: set[BlockKey] = set()
-        for key, entry in self._entries.items():
-            parent = self._entries.get(entry.parent)
-            assert parent is None or entry.parent in seen, "a child before its parent"
-            if parent is not None and parent.block in age:
-                assert age.get(entry.block, len(age)) < age[parent.block], "a parent goes before its child"
-            seen.add(key)
-        assert self._stored.keys() <= self._entries.keys()
-        assert not self._removed.keys() & self._entries.keys()
-
-
-def _note(key: BlockKey, where: dict[BlockKey, None], *, undoes: dict[BlockKey, None]) -> None:
-    """What was undone before anybody asked has not changed."""
-    if key in undoes:
-        del undoes[key]
-    else:
-        where[key] = None
-
-
-_BY_NAME: dict[PrefixCacheName, type[NaivePrefixCache] | type[RadixPrefixCache]] = {
-    "naive": NaivePrefixCache,
-    "radix": RadixPrefixCache,
-}
-
-
-def prefix_cache(name: PrefixCacheName, pool: BlockPool) -> PrefixCache:
-    return _BY_NAME[name](pool)
+def prefix_cache(name: PrefixCacheName, pool: BlockPool, segments: BlockPool) -> PrefixCache:
+    return NaivePrefixCache(pool) if name == "naive" else RadixPrefixCache(pool, segments)

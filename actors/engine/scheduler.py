@@ -4,15 +4,21 @@ Plain Python over integers. It never sees a tensor, so every decision can be rep
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.actors.engine.block_pool import Admission
 from shoal.actors.engine.deferred_release import DeferredRelease
+from shoal.actors.engine.fetches import Fetches
 from shoal.actors.engine.pools import Holding, Pools, blocks_needed
 from shoal.actors.engine.prefix_cache import PrefixCache
+from shoal.actors.engine.refusals import Refusals
+from shoal.actors.engine.saves import Saves
 from shoal.actors.engine.sequence import Sequence
+from shoal.actors.engine.sharing import Hit, Sharing
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.transfers import Fallback, Fetch, FetchId, Piece, StoreView, TransferCounts
 from shoal.actors.messages import (
     EngineRequest,
     ErrorKind,
@@ -20,9 +26,11 @@ from shoal.actors.messages import (
     IngressId,
     RequestError,
     RequestId,
+    StoreId,
     TokenChunk,
 )
-from shoal.kvstore.block_hash import root_key
+from shoal.kvstore.block_hash import BlockKey, root_key
+from shoal.kvstore.boundary import BoundaryRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +81,37 @@ class Scheduler:
     again, but for what the prefix cache still has of it. The first is never the victim while another runs, so
     somebody always ends. An arrival preempts nobody, whatever its priority.
 
+    One whose prefix is being fetched is passed over until it has come, or has failed to.
+
     A step may be scheduled while the one before it is in flight; they are committed in order. A sequence that
     turns out to have ended is then in one step too many: that step's result for it is dropped, and what it
     owns is released when that step has finished.
     """
 
-    def __init__(self, config: SchedulerConfig, pools: Pools, *, fingerprint: bytes = b"") -> None:
-        """fingerprint: what K/V depend on beside the tokens."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pools: Pools,
+        *,
+        fingerprint: bytes = b"",
+        rule: BoundaryRule | None = None,
+        stores: StoreView | None = None,
+    ) -> None:
+        """fingerprint: what K/V depend on beside the tokens. rule: what a boundary needs beside blocks."""
         self._config = config
         self._pools = pools
         self._fingerprint = fingerprint
+        self._rule = rule or BoundaryRule()
         self._deferred = DeferredRelease(pools)
+        self._saves = Saves(pools, stores)
+        self._sharing = Sharing(pools, self._deferred, self._rule, self._saves)
+        self._fetches = Fetches(pools, self._rule, self._saves, stores)
+        self._refusals = Refusals(
+            pools,
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            max_requests=config.max_num_seqs + config.max_queued_requests,
+        )
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank, as is _running
         self._running: list[Sequence] = []
@@ -100,13 +128,31 @@ class Scheduler:
         return self._pools.prefix_cache
 
     @property
+    def num_fetches(self) -> int:
+        """Those that have not ended. What a request was to have of them may have been given up."""
+        return len(self._fetches)
+
+    @property
+    def may_run(self) -> bool:
+        """Whether there is a sequence that does not wait for a fetch."""
+        return bool(self._running) or any(sequence.fetching is None for sequence in self._waiting)
+
+    @property
+    def transfers(self) -> TransferCounts:
+        return TransferCounts(
+            fallbacks=dict(self._fetches.fallbacks),
+            fetched_tokens=dict(self._fetches.fetched_tokens),
+            num_unsaved=self._saves.num_lost,
+        )
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         """Of all prompts together."""
         return sum(sequence.num_uncomputed_prompt for sequence in self._sequences.values())
 
     def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
         """Queue a request, or answer at once that it cannot run."""
-        error = self._refusal(request)
+        error = self._refusals.refusal(request, num_requests=len(self._sequences))
         if error is not None:
             return [Reply(to=reply_to, chunk=_error_chunk(request, error))]
         sequence = Sequence(
@@ -118,38 +164,8 @@ class Scheduler:
         self._next_sequence += 1
         self._sequences[sequence.sequence_id] = sequence
         insort(self._waiting, sequence, key=_rank)
+        sequence.may_fetch = not self._fetches.begin(sequence)  # what it finds here now may be gone by then
         return []
-
-    def _refusal(self, request: EngineRequest) -> RequestError | None:
-        prompt, config = request.prompt_token_ids, self._config
-        if message := self._mistake(request):
-            return RequestError(kind=ErrorKind.INVALID, message=message)
-        asked = f"{len(prompt)} prompt tokens and {request.max_tokens} output tokens"
-        if len(prompt) + request.max_tokens > config.max_model_len:
-            message = f"{asked} exceed the context of {config.max_model_len} tokens"
-            return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
-        positions = len(prompt) + request.max_tokens - 1  # the last drawn token is never computed
-        if self._pools.admission(positions) is Admission.NEVER:
-            needed = blocks_needed(history=positions, block_size=self._pools.block_size)
-            message = (
-                f"{asked} need {needed} KV blocks of {self._pools.block_size} tokens; "
-                f"this engine has {self._pools.blocks.num_usable} in all"
-            )
-            return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
-        if len(self._sequences) >= config.max_num_seqs + config.max_queued_requests:
-            message = f"the engine is full: {len(self._sequences)} requests run or wait"
-            return RequestError(kind=ErrorKind.OVERLOADED, message=message)
-        return None
-
-    def _mistake(self, request: EngineRequest) -> str | None:
-        """Why no engine of this model can compute the request."""
-        if not request.prompt_token_ids or request.max_tokens < 1:
-            return "a request needs at least one prompt token and max_tokens of at least 1"
-        biased = [token for token, _ in request.sampling.logit_bias]
-        for what, token_ids in {"prompt": request.prompt_token_ids, "logit_bias": biased}.items():
-            if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._config.vocab_size:
-                return f"token ids of {what} must be from 0 to {self._config.vocab_size - 1}"
-        return None
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """Forget a request and free what it owns. One that already ended is none of our business."""
@@ -166,9 +182,13 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Nothing computed so far is a hit any more, nor will be what running sequences build upon it."""
         self._pools.prefix_cache.reset()
+        self._saves.forget()
+        self._fetches.reset()
+        for sequence in self._waiting:
+            sequence.may_fetch = False
         for sequence in self._running:
-            sequence.may_share = False
-            sequence.num_shared_blocks = 0
+            self._sharing.stop(sequence)
+            sequence.sources = ()
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run, be it only until the step in flight is committed."""
@@ -218,9 +238,39 @@ class Scheduler:
                 replies.append(Reply(to=sequence.reply_to, chunk=_error_chunk(sequence.request, error)))
         return replies
 
+    def use_store(self, own: StoreId | None) -> None:
+        """The store of the engine's own node from now on, which has nothing of what another had."""
+        self._saves.use_store(own)
+
+    def take_saves(self, max_bytes: int) -> list[Piece]:
+        """What to copy for the own node's store. Nothing of it is overwritten until it is `saved`."""
+        return self._saves.take(max_bytes)
+
+    def saved(self, pieces: Iterable[Piece]) -> None:
+        """Nobody reads these pieces on the device any more."""
+        self._saves.end(pieces)
+
+    def take_fetches(self) -> list[Fetch]:
+        """What is to be fetched, each once."""
+        return self._fetches.take()
+
+    def land(self, fetch_id: FetchId, keys: Iterable[BlockKey]) -> list[Piece]:
+        """Memory for what has come of a fetch, to be filled before `landed`. Nothing is read of it before."""
+        return self._fetches.land(fetch_id, keys, headroom=len(self._running))
+
+    def landed(self, fetch_id: FetchId) -> None:
+        self._fetches.landed(fetch_id)
+
+    def fetch_failed(self, fetch_id: FetchId, reason: Fallback) -> None:
+        """No copy to its pieces, if it has any, is under way any more."""
+        self._fetches.failed(fetch_id, reason)
+
     def check(self) -> None:
         """Every invariant of the sequences and their pools (DESIGN, "What a sequence owns")."""
-        self._pools.check([*(s.holding for s in self._running), *self._deferred.holdings()])
+        running = [sequence.holding for sequence in self._running]
+        self._pools.check([*running, *self._deferred.holdings(), *self._fetches.holdings()])
+        self._fetches.check()
+        self._saves.check()
         assert len(self._running) <= self._config.max_num_seqs
         for queue in (self._waiting, self._running):
             ranks = [sequence.rank for sequence in queue]
@@ -235,7 +285,8 @@ class Scheduler:
             assert sequence.num_computed <= sequence.num_planned <= len(table) * block_size
             assert sequence.num_planned <= sequence.num_tokens
             shared = sequence.num_shared_blocks
-            assert shared * block_size <= sequence.num_computed
+            assert shared * block_size <= max(sequence.num_computed, sequence.resume.boundary * block_size)
+            assert sequence.fetching is None
             cached = self._pools.prefix_cache.match(sequence.block_keys(0, shared, block_size))
             assert cached in (table[:shared], [])
 
@@ -245,8 +296,10 @@ class Scheduler:
             history=len(sequence.tokens), in_flight=sequence.num_drawing, block_size=self._pools.block_size
         )
         while not self._pools.resize(sequence.holding, needed):
-            if self._deferred:  # something comes back when the step in flight has finished
+            if self._deferred.holds_blocks:  # they come back when the step in flight has finished
                 return False
+            if self._fetches.give_way():
+                continue
             victim = self._running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -255,37 +308,53 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
+        if sequence.may_share:
+            sequence.sources += self._saves.source(sequence.keys[1 : sequence.num_shared_blocks + 1])
+            sequence.may_fetch = True
         self._release(sequence)
         self.num_preemptions += 1
         insort(self._waiting, sequence, key=_rank)
 
     def _admit(self, before: Sequence | None) -> Sequence | None:
         """Start the first that waits if it fits, and comes before `before`. One that must go on waiting holds
-        back those behind it.
+        back those behind it, but for what is on its way to it.
 
         A block for each running sequence stays available, so that an arrival is not preempted at once.
         """
-        if not self._waiting or len(self._running) >= self._config.max_num_seqs:
+        if len(self._running) >= self._config.max_num_seqs:
             return None
-        sequence = self._waiting[0]
-        if before is not None and before.rank < sequence.rank:
-            return None
-        if sequence.num_drawing:  # preempted in a step whose token is not known yet
-            return None
-        block_size = self._pools.block_size
-        keys = sequence.block_keys(0, sequence.num_skippable // block_size, block_size)
-        hit = self._pools.prefix_cache.match(keys)
-        length = len(sequence.tokens)
-        if self._pools.admission(length, hit=hit, headroom=len(self._running)) is not Admission.OK:
-            return None
-        del self._waiting[0]
-        sequence.admit(self._pools.claim(length, hit=hit), num_hit_blocks=len(hit), block_size=block_size)
+        for sequence in self._waiting:
+            if sequence.fetching is not None:
+                continue
+            if before is not None and before.rank < sequence.rank:
+                return None
+            if sequence.num_drawing:  # preempted in a step whose token is not known yet
+                return None
+            hit = self._sharing.hit(sequence)
+            if not self._fits(sequence, hit):
+                return None
+            if not (sequence.may_fetch and self._fetches.begin(sequence)):
+                return self._start(sequence, hit)
+        return None
+
+    def _fits(self, sequence: Sequence, hit: Hit) -> bool:
+        length, headroom = len(sequence.tokens), len(self._running)
+        while not self._pools.has_blocks(length, hit=hit.blocks, headroom=headroom):
+            if not self._fetches.give_way(besides=sequence):
+                return False
+        return self._pools.admission(length, hit=hit.blocks, headroom=headroom) is Admission.OK
+
+    def _start(self, sequence: Sequence, hit: Hit) -> Sequence:
+        self._waiting.remove(sequence)
+        promised = sequence.num_promised
+        self._sharing.admit(sequence, hit, first_step=self._next_step)
+        self._fetches.admitted(sequence, num_promised=promised)
         insort(self._running, sequence, key=_rank)
         return sequence
 
     def _take(self, sequence: Sequence, budget: int) -> SequenceStep:
         """Plan the next rows of a sequence, as if they were computed and drawn already."""
-        start = sequence.num_planned
+        start, block_size = sequence.num_planned, self._pools.block_size
         end = min(start + budget, sequence.num_tokens)
         draws = end == sequence.num_tokens
         step = SequenceStep(
@@ -298,8 +367,12 @@ class Scheduler:
             known_tokens=tuple(sequence.tokens) if sequence.is_new_to_runner else (),
             draw=sequence.draw if draws else None,
             prompt_logprobs=sequence.wanted_prompt_logprobs(start, end),
+            restore=sequence.restore,
+            captures=self._sharing.captures(sequence, start, end),
+            valid_from=sequence.resume.start * block_size,
+            store_from=sequence.resume.boundary * block_size,
         )
-        sequence.is_new_to_runner = False
+        sequence.is_new_to_runner, sequence.restore = False, ()
         sequence.num_planned = end
         sequence.num_drawing += draws
         sequence.last_step = self._next_step
@@ -313,13 +386,14 @@ class Scheduler:
             step.start, result.prompt_logprobs.get(step.sequence_id, ())
         )
         if step.draw is None:
-            self._share(sequence)
+            self._sharing.share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         drawn = result.drawn[step.sequence_id]
         cached_tokens = None if sequence.num_output else sequence.cached_tokens
         reason = sequence.append(drawn.token_id)
-        self._share(sequence)
+        self._sharing.share(sequence)
         if reason is not None:
+            self._sharing.end_turn(sequence)
             self._remove(sequence)
         return _chunk(
             sequence,
@@ -330,30 +404,11 @@ class Scheduler:
             finish_reason=reason,
         )
 
-    def _share(self, sequence: Sequence) -> None:
-        """Give the prefix cache the blocks that have become complete.
-
-        Where it has a block of the same content already, the sequence goes on with that one: so its table
-        stays a path of the cache, and no content is held twice for long.
-        """
-        first, complete = sequence.num_shared_blocks, sequence.num_computed // self._pools.block_size
-        if first == complete or not sequence.may_share:
-            return
-        keys = sequence.block_keys(first, complete, self._pools.block_size)
-        table = sequence.holding.block_table
-        own = table[first:complete]
-        kept = self._pools.prefix_cache.insert(sequence.keys[first], keys, own)
-        sequence.num_shared_blocks = complete
-        if kept != own:
-            table[first:complete] = kept
-            sequence.holding.changed()
-            duplicates = [block for block, other in zip(own, kept, strict=True) if block != other]
-            self._deferred.release(Holding(block_table=duplicates), after_step=sequence.last_step)
-
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]
         queue = self._running if sequence in self._running else self._waiting
         queue.remove(sequence)
+        self._fetches.forget(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:

@@ -2,10 +2,20 @@
 
 from dataclasses import dataclass, field
 
+from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.pools import Holding
 from shoal.actors.engine.step import Draw, SequenceId
-from shoal.actors.messages import CachedTokens, EngineRequest, FinishReason, IngressId, TokenLogprob
+from shoal.actors.engine.transfers import FetchId, Place
+from shoal.actors.messages import (
+    CachedTokens,
+    EngineRequest,
+    FinishReason,
+    IngressId,
+    PrefixSource,
+    TokenLogprob,
+)
 from shoal.kvstore.block_hash import BlockKey, extend_keys
+from shoal.kvstore.boundary import Resume
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +54,23 @@ class Sequence:
     """False once the prefix cache has been reset under it: what it computed must not be offered again."""
     cached_tokens: CachedTokens | None = None
     """Of the prompt, found when the sequence was first admitted."""
+    resume: Resume = field(default_factory=Resume)
+    """Where it was taken up when it was last admitted, in blocks."""
+    restore: tuple[BlockId, ...] = ()
+    """Segments of the state there, for its first step."""
+    segments_to_keep: frozenset[int] = frozenset()
+    """Blocks whose segments are needed where somebody is likely to come back to its prompt."""
+
+    sources: tuple[PrefixSource, ...] = field(init=False)
+    """Stores that are said to have its blocks."""
+    fetching: FetchId | None = None
+    """What it waits for, be it on behalf of another sequence."""
+    may_fetch: bool = True
+    """Whether it is to be asked, before it is admitted, if something should be fetched."""
+    num_promised: int = 0
+    """Tokens that need not be computed if what is being fetched for it comes, and stays."""
+    fetched: dict[BlockKey, Place] = field(default_factory=dict)
+    """Where blocks came from that were fetched for it."""
     num_prompt_logprobs: int = 0
     """Reported so far: one for each row of the prompt, of the token after it."""
 
@@ -51,6 +78,7 @@ class Sequence:
         request = self.request
         self.tokens = list(request.prompt_token_ids)
         self.rank = (request.priority, self.sequence_id)
+        self.sources = request.sources
         self.draw = Draw(
             sampling=request.sampling,
             num_prompt_tokens=len(request.prompt_token_ids),
@@ -79,7 +107,7 @@ class Sequence:
 
     @property
     def num_uncomputed_prompt(self) -> int:
-        return max(0, self.num_prompt - self.num_planned)
+        return max(0, self.num_prompt - max(self.num_planned, self.num_promised))
 
     def block_keys(self, first: int, end: int, block_size: int) -> list[BlockKey]:
         """Of blocks first, ..., end - 1, whose tokens must be known."""
@@ -99,18 +127,29 @@ class Sequence:
             return self.num_prompt_logprobs
         return len(self.tokens) - 1
 
-    def admit(self, holding: Holding, num_hit_blocks: int, block_size: int) -> None:
+    def admit(self, holding: Holding, resume: Resume, block_size: int) -> None:
         self.holding = holding
-        self.num_shared_blocks = num_hit_blocks
+        self.resume = resume
+        self.num_shared_blocks = resume.boundary
         self.may_share = self.is_new_to_runner = True
-        self.num_planned = self.num_computed = num_hit_blocks * block_size
+        self.num_planned = self.num_computed = resume.start * block_size
+        self.num_promised = 0
         if self.cached_tokens is None:
-            self.cached_tokens = CachedTokens(device=self.num_planned)
+            self.cached_tokens = self._cached_tokens(resume.start, block_size)
+
+    def _cached_tokens(self, num_blocks: int, block_size: int) -> CachedTokens:
+        places = [self.fetched.get(key) for key in self.keys[1 : num_blocks + 1]]
+        return CachedTokens(
+            device=places.count(None) * block_size,
+            own_store=places.count("own_store") * block_size,
+            other_store=places.count("other_store") * block_size,
+        )
 
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""
         holding, self.holding = self.holding, Holding()
         self.num_planned = self.num_computed = self.num_shared_blocks = 0
+        self.resume, self.restore = Resume(), ()
         return holding
 
     def append(self, token: int) -> FinishReason | None:

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
+from shoal.actors.engine.transfers import StoreView
 from shoal.actors.messages import (
+    CachedTokens,
     EngineRequest,
     FinishReason,
     IngressId,
@@ -17,7 +20,10 @@ from shoal.actors.messages import (
     RequestId,
     TokenLogprob,
 )
-from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner
+from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
+from shoal.kvstore.boundary import BoundaryRule
+from tests.fake_runner import VOCABULARY, FakeDevice, FakeRunner, generate, sliding_layers
+from tests.fake_store import Carrier, Stores
 
 INGRESS = IngressId("ingress-1")
 
@@ -39,15 +45,24 @@ class Bench:
     num_blocks: int = 20
     block_size: int = 4
     num_slots: int = 0
+    window: int | None = None
+    """Of sliding layers, below the paged one."""
+    num_dropped: int = 0
+    num_segments: int = 20
+    rule: BoundaryRule | None = None
+    """Instead of what these layers need."""
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 300
     max_queued_requests: int = 1000
     cache: PrefixCacheName = "radix"
     fingerprint: bytes = b""
+    view: StoreView | None = None
+    stores: Stores = field(default_factory=Stores)
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     cached: dict[str, int] = field(default_factory=dict)
+    cached_by_place: dict[str, CachedTokens] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, RequestError] = field(default_factory=dict)
 
@@ -59,20 +74,53 @@ class Bench:
             max_queued_requests=self.max_queued_requests,
             vocab_size=VOCABULARY,
         )
+        state = None
+        if self.window is not None:
+            state = sliding_layers(self.window, self.block_size, num_dropped=self.num_dropped)
+            self.num_slots = self.num_slots or num_state_slots(self.max_num_seqs)
+            self.rule = self.rule or state.rule
         self.pools = Pools(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             num_rows=config.num_rows,
             num_slots=self.num_slots,
+            num_segments=0 if state is None else self.num_segments,
             cache=self.cache,
         )
-        self.scheduler = Scheduler(config, self.pools, fingerprint=self.fingerprint)
-        self.runner = FakeRunner(num_blocks=self.num_blocks, block_size=self.block_size)
+        self.scheduler = Scheduler(
+            config, self.pools, fingerprint=self.fingerprint, rule=self.rule, stores=self.view
+        )
+        self.runner = FakeRunner(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            state=state,
+            num_slots=self.num_slots,
+            num_segments=self.num_segments,
+        )
+        self.carrier = Carrier(self.scheduler, self.runner, self.stores)
         self.device = FakeDevice(self.block_size, eager=True)
         self.engine = Engine(self.scheduler, self.runner, self.device)
 
     def submit(self, request: EngineRequest) -> None:
         self._take(self.engine.submit(request, INGRESS))
+
+    def serve(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> int:
+        """One request by itself, with all that is to be copied; how many tokens of its prompt were cached.
+
+        The stores are asked for what they have of it.
+        """
+        sources = self.stores.sources(self.keys(prompt, more.get("cache_salt", "")))
+        self.submit(a_request(name, prompt, max_tokens, **{"sources": sources, **more}))
+        while self.engine.has_work:
+            self.carrier.run()
+            self.step()
+        self.carrier.run()
+        assert self.tokens[name] == generate(prompt, max_tokens), "whatever was cached"
+        return self.cached[name]
+
+    def keys(self, tokens: Sequence[int], salt: str = "") -> list[BlockKey]:
+        """Of their complete blocks."""
+        return extend_keys(root_key(self.fingerprint, salt), tokens, self.block_size)
 
     def step(self) -> list[tuple[int, int]]:
         """Start a step, and take what the one before it says; its sequences as (start, number of tokens)."""
@@ -99,7 +147,8 @@ class Bench:
         self.pools.check([])
         self.engine.reset_prefix_cache()
         self.pools.check([])
-        return self.pools.blocks.num_free == self.num_blocks - 1
+        pools = (self.pools.blocks, self.pools.rows, self.pools.slots, self.pools.segments)
+        return all(pool.num_free == pool.num_usable for pool in pools if pool is not None)
 
     def _take(self, replies: list[Reply]) -> None:
         for reply in replies:
@@ -108,6 +157,7 @@ class Bench:
             if reply.chunk.token_ids and not self.tokens[name]:
                 assert reply.chunk.cached_tokens is not None
                 self.cached[name] = reply.chunk.cached_tokens.total
+                self.cached_by_place[name] = reply.chunk.cached_tokens
             else:
                 assert reply.chunk.cached_tokens is None
             self.tokens[name] += reply.chunk.token_ids

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.engine.account import Account, Arrival, Turn
-from shoal.actors.engine.prefix_cache import PrefixChanges
+from shoal.actors.engine.prefix_changes import PrefixChanges
 from shoal.actors.messages import EngineId, PrefixSnapshot, RequestId
 from shoal.actors.router.prefix_feed import PrefixFeed
 from shoal.kvstore.block_hash import BlockKey

@@ -85,11 +85,11 @@ def test_each_holding_waits_for_its_own_step() -> None:
     deferred.release(second, after_step=2)
     deferred.release(first, after_step=1)
     deferred.release(never_used, after_step=0)
-    assert pools.blocks.num_free == 2 and deferred
+    assert pools.blocks.num_free == 2 and deferred.holds_blocks
     deferred.step_finished(1)
-    assert pools.blocks.num_free == 3 and deferred
+    assert pools.blocks.num_free == 3 and deferred.holds_blocks
     deferred.step_finished(2)
-    assert pools.blocks.num_free == 4 and not deferred
+    assert pools.blocks.num_free == 4 and not deferred.holds_blocks
     assert first == second == never_used == Holding()
 
 

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shoal.actors.engine.block_pool import BlockId, BlockPool
-from shoal.actors.engine.prefix_cache import PrefixChanges, RadixPrefixCache, prefix_cache
+from shoal.actors.engine.prefix_cache import prefix_cache
+from shoal.actors.engine.prefix_changes import PrefixChanges
+from shoal.actors.engine.radix_cache import RadixPrefixCache
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
 ROOT = root_key(b"fingerprint", "")
@@ -28,7 +30,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
-        self.radix = RadixPrefixCache(self.pool)
+        self.radix = RadixPrefixCache(self.pool, BlockPool(1))
 
     def compute(self, text: str) -> list[BlockId]:
         """Compute what is not cached of it, and cache it; returns the table, which is owned."""
@@ -122,21 +124,21 @@ def test_reset_forgets_everything_and_leaves_what_is_in_use_with_its_user() -> N
 def test_changes_are_net_and_parents_come_first() -> None:
     cache = Cache()
     cache.run("abc")
-    assert cache.radix.take_changes() == PrefixChanges(stored=tuple(keys("abc")))
+    assert cache.radix.changes.take() == PrefixChanges(stored=tuple(keys("abc")))
     cache.radix.evict(2)
     cache.run("abc", "xy")
     cache.radix.evict(1)  # x and y are younger
-    assert cache.radix.take_changes() == PrefixChanges(stored=tuple(keys("xy")), removed=(keys("abc")[2],))
+    assert cache.radix.changes.take() == PrefixChanges(stored=tuple(keys("xy")), removed=(keys("abc")[2],))
     cache.run("pq")
     cache.radix.reset()
-    changes = cache.radix.take_changes()
+    changes = cache.radix.changes.take()
     assert changes.stored == () and set(changes.removed) == {*keys("ab"), *keys("xy")}
-    assert cache.radix.take_changes() == PrefixChanges()
+    assert cache.radix.changes.take() == PrefixChanges()
 
 
 def test_the_naive_cache_keeps_nothing() -> None:
     pool = BlockPool(4)
-    naive = prefix_cache("naive", pool)
+    naive = prefix_cache("naive", pool, BlockPool(1))
     table = pool.allocate(2)
     assert naive.insert(ROOT, keys("ab"), table) == table
     assert naive.match(keys("ab")) == []
@@ -146,7 +148,7 @@ def test_the_naive_cache_keeps_nothing() -> None:
         naive.evict(1)
     naive.reset()
     naive.check()
-    assert pool.num_free == 3 and naive.keys() == () and naive.take_changes() == PrefixChanges()
+    assert pool.num_free == 3 and naive.keys() == () and naive.changes.take() == PrefixChanges()
 
 
 class PrefixCacheModel(RuleBasedStateMachine):
@@ -155,7 +157,7 @@ class PrefixCacheModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12)
-        self.radix = RadixPrefixCache(self.pool)
+        self.radix = RadixPrefixCache(self.pool, BlockPool(1))
         self.users: list[tuple[str, list[BlockId]]] = []
         self.reported: set[BlockKey] = set()
 
@@ -200,7 +202,7 @@ class PrefixCacheModel(RuleBasedStateMachine):
 
     @rule()
     def report(self) -> None:
-        changes = self.radix.take_changes()
+        changes = self.radix.changes.take()
         assert not set(changes.stored) & set(changes.removed)
         assert self.reported.isdisjoint(changes.stored) and self.reported.issuperset(changes.removed)
         self.reported = (self.reported - set(changes.removed)) | set(changes.stored)
@@ -209,7 +211,7 @@ class PrefixCacheModel(RuleBasedStateMachine):
     @invariant()
     def owners_are_the_users_and_the_cache(self) -> None:
         self.radix.check()
-        self.pool.check([block for _, table in self.users for block in table] + list(self.radix.blocks()))
+        self.pool.check([block for _, table in self.users for block in table] + self.radix.owned())
 
     @invariant()
     def what_is_in_use_is_still_found(self) -> None:
