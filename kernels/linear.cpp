@@ -73,7 +73,7 @@ struct Block {
 struct Ahead {
     const char* at;
     long four_bytes;
-    int half, every, wait;
+    int half, every, wait;  // half: the panel of their pair; -1: both
 };
 
 // sums[p][r] += x[r][k] * w[p][k] for k = begin..end-1 in order: R rows by P panels held in registers. Sums are exact
@@ -114,7 +114,8 @@ template <class T, int R, int P>
         if (--next.wait == 0) {
             UNROLL for (int p = 0; p < P; p += 2)
                 UNROLL for (int i = 0; i < FOUR_BYTES<T>; i += 64)
-                    if (P > 1 || i / 64 % 2 == next.half) __builtin_prefetch(next.at + p / 2 * w.pair_bytes + i, 0, 2);
+                    if (P > 1 || next.half < 0 || i / 64 % 2 == next.half)
+                        __builtin_prefetch(next.at + p / 2 * w.pair_bytes + i, 0, 2);
             next.at += next.four_bytes, next.wait = next.every;
         }
         find(), step(k0), step(k1), step(k2), step(k3);
@@ -179,16 +180,25 @@ void decode(const Linear::Pair& pair, const Panels& w, long begin, long end, cha
         std::memcpy(out + (rare.four - first) * FOUR_BYTES<bf16>, rare.values, FOUR_BYTES<bf16>);
 }
 
+// How many panels share what is done to get at their weights: unpacking, if they serve several tiles of rows.
+template <class T> constexpr long tiles_of(long rows) {
+    return (rows * panels_per_tile<T>(rows) + ACCUMULATORS - 1) / ACCUMULATORS;
+}
+template <class T> constexpr long panels_together(long rows) {
+    return std::is_same_v<T, bf12> && tiles_of<T>(rows) > 1 ? 2 : panels_per_tile<T>(rows);
+}
+
 // All k of `panels` panels from `panel` on, for x's rows.
 template <class T>
 void multiply(const Linear& w, long panel, long panels, const float* x, long x_stride, long rows, float* sums) {
-    const long tiles = (rows * panels_per_tile<T>(rows) + ACCUMULATORS - 1) / ACCUMULATORS;
+    const long tiles = tiles_of<T>(rows), wide = std::min(panels_per_tile<T>(rows), panels);
     const long next = panel + panels, pair = panel / 2;
     const char* data = w.data.get();
     // Several tiles take turns to fetch the next panels. A single tile of whole pairs is one sequential stream: cores
     // with AVX-512 gain 10 to 30% when asked 8 KB ahead, the hardware prefetcher of AVX2 ones does better unasked.
     const bool stream = panels > 1 && tiles == 1;
-    const int every = stream ? REGISTERS == 32 : int(tiles);
+    const long turns = tiles * (panels / wide);
+    const int every = stream ? REGISTERS == 32 : int(turns);
     Panels from{data + pair * w.pair_bytes(), w.pair_bytes(), int(panel % 2), Table{}};
     alignas(64) char decoded[std::is_same_v<T, bf12> ? DEPTH / 4 * FOUR_BYTES<bf16> : 1];
     if constexpr (std::is_same_v<T, bf12>) from.table = load_table(w.pairs[pair].table);
@@ -196,19 +206,22 @@ void multiply(const Linear& w, long panel, long panels, const float* x, long x_s
         const long end = std::min(k + DEPTH, w.num_inputs);
         if constexpr (std::is_same_v<T, bf12>)
             if (tiles > 1) decode(w.pairs[pair], from, k, end, decoded);
-        for (long i = 0, row = 0; i < tiles; i++) {  // near-equal tiles
-            const long height = rows / tiles + (i < rows % tiles);
-            const long four = stream ? k / 4 + 32 : k / 4 + (end - k) * i / tiles / 4;
-            Ahead ahead{data + (stream ? pair : next / 2) * w.pair_bytes() + four * FOUR_BYTES<T>, FOUR_BYTES<T>,
-                        int(next % 2), every, every};
-            const Block b{x + row * x_stride, x_stride, height, sums + row * LANES, rows * LANES};
-            if constexpr (!std::is_same_v<T, bf12>)
-                multiply<T>(from, panels, b, k, end, ahead);
-            else if (tiles == 1)
-                multiply_around(w.pairs[pair], from, panels, b, k, end, ahead);
-            else
-                multiply<bf16>(Panels{decoded - k / 4 * FOUR_BYTES<bf16>, 0, from.half, from.table}, panels, b, k, end,
-                               ahead);
+        for (long turn = 0, row = 0; turn < turns;) {  // near-equal tiles
+            const long i = turn * tiles / turns, height = rows / tiles + (i < rows % tiles);
+            for (long p = 0; p < panels; p += wide, turn++) {
+                const long four = stream ? k / 4 + 32 : k / 4 + (end - k) * turn / turns / 4;
+                Ahead ahead{data + (stream ? pair : next / 2) * w.pair_bytes() + four * FOUR_BYTES<T>, FOUR_BYTES<T>,
+                            panels > wide ? -1 : int(next % 2), every, every};
+                const Block b{x + row * x_stride, x_stride, height, sums + (p * rows + row) * LANES, rows * LANES};
+                from.half = int((panel + p) % 2);
+                if constexpr (!std::is_same_v<T, bf12>)
+                    multiply<T>(from, wide, b, k, end, ahead);
+                else if (tiles == 1)
+                    multiply_around(w.pairs[pair], from, wide, b, k, end, ahead);
+                else
+                    multiply<bf16>(Panels{decoded - k / 4 * FOUR_BYTES<bf16>, 0, from.half, from.table}, wide, b, k,
+                                   end, ahead);
+            }
             row += height;
         }
     }
@@ -257,7 +270,7 @@ template <class T> void block(const LinearOp& c, long row, long rows, long panel
     for (long group = panel; group < end; group += GROUP) {
         const long panels = std::min(GROUP, end - group);
         for (long p = 0; p < panels;) {
-            long together = std::min(panels_per_tile<T>(rows), panels - p);
+            long together = std::min(panels_together<T>(rows), panels - p);
             if (together == 3) together = 2;
             multiply<T>(*c.w, group + p, together, c.x + row * c.x_stride, c.x_stride, rows,
                         sums + p * rows * LANES);
