@@ -18,8 +18,8 @@ from ray.util import list_named_actors
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.models.choose import model_config
-from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
+from shoal.actors.engine.models.choose import lean_model, model_config
+from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.cluster.sources import resolve_model
@@ -67,7 +67,7 @@ class ServeOptions:
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     checkpoint = resolve_model(options.model, revision=options.revision)
-    max_model_len = _max_model_len(checkpoint.directory, options.max_model_len)
+    max_model_len, lean = _read_config(checkpoint.directory, options.max_model_len)
     model = ModelCard(
         name=options.served_model_name or checkpoint.name,
         checkpoint=str(checkpoint.directory),
@@ -75,9 +75,10 @@ def serve(options: ServeOptions, console: Console) -> None:
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
     )
-    _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
+    # A wrong limit is refused before Ray is started.
+    _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
     with _connected(options) as dashboard_url, _stop_signal() as stop:
-        spec = _spec(options, model, _share_of_an_engine(options))
+        spec = _spec(options, model, lean, _share_of_an_engine(options))
         console.print(
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
         )
@@ -91,14 +92,15 @@ def serve(options: ServeOptions, console: Console) -> None:
             console.print("stopping")
 
 
-def _max_model_len(checkpoint: Path, wanted: int | None) -> int:
-    """Also refuses here, within a second, a model that no engine could load."""
+def _read_config(checkpoint: Path, wanted: int | None) -> tuple[int, LeanModel | None]:
+    """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
     hf = load_config(checkpoint)
     model_config(hf)
     limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
         raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
-    return wanted or usual_length(hf)
+    max_model_len = wanted or usual_length(hf)
+    return max_model_len, lean_model(hf, max_model_len)
 
 
 @contextmanager
@@ -178,7 +180,7 @@ def _share_of_an_engine(options: ServeOptions) -> _Share:
     return _Share(threads=threads, memory_bytes=memory_bytes)
 
 
-def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec:
+def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share: _Share) -> ClusterSpec:
     return ClusterSpec(
         name=options.name,
         model=model,
@@ -196,6 +198,7 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
             max_queued_requests=options.max_queued_requests,
             prefix_cache=options.prefix_cache,
             require_kernels=options.require_kernels,
+            lean=lean,
         ),
     )
 

@@ -5,18 +5,29 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from shoal.actors.engine.models.decoder_config import rope_types
+from shoal.actors.engine.models.decoder_config import RopeFrequencies, rope_types
 from shoal.kernels.backend import Rotary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, device: torch.device) -> Rotary:
-    """Tables of float32 [num_positions, rotated / 2], where `rotated` is head_dim unless the model says less.
+def rotary_tables(rope: RopeFrequencies, num_positions: int, device: torch.device) -> Rotary:
+    """Tables of float32 [num_positions, rotated / 2].
 
     An angle is one float32 product, as in the checkpoint's own training code. Its cosine is taken in float64
     and rounded: a vectorised float32 cosine differs in the last bit from one instruction set to another.
+    """
+    positions = np.arange(num_positions, dtype=np.float32)
+    angles = np.multiply.outer(positions, np.array(rope.inverse, dtype=np.float32)).astype(np.float64)
+    return Rotary(
+        cos=torch.from_numpy((np.cos(angles) * rope.factor).astype(np.float32)).to(device),
+        sin=torch.from_numpy((np.sin(angles) * rope.factor).astype(np.float32)).to(device),
+    )
+
+
+def rope_frequencies(hf: "PretrainedConfig", num_positions: int, head_dim: int) -> RopeFrequencies:
+    """rotated / 2 of them, where `rotated` is head_dim unless the model says less.
 
     Types default, linear, llama3 and yarn have fixed frequencies. The others choose them by length: dynamic
     stretches them once a sequence is longer than was trained, longrope has two sets, for sequences up to the
@@ -28,13 +39,8 @@ def rotary_tables(hf: "PretrainedConfig", num_positions: int, head_dim: int, dev
     at most the trained length (both). Beyond it shorter sequences too have the frequencies of longer ones:
     who wants the original ones for them sets --max-model-len to the trained length.
     """
-    inverse_frequencies, factor = _inverse_frequencies(hf, num_positions, head_dim)
-    positions = np.arange(num_positions, dtype=np.float32)
-    angles = np.multiply.outer(positions, inverse_frequencies).astype(np.float64)
-    return Rotary(
-        cos=torch.from_numpy((np.cos(angles) * factor).astype(np.float32)).to(device),
-        sin=torch.from_numpy((np.sin(angles) * factor).astype(np.float32)).to(device),
-    )
+    inverse, factor = _inverse_frequencies(hf, num_positions, head_dim)
+    return RopeFrequencies(inverse=tuple(inverse.tolist()), factor=factor)
 
 
 def _inverse_frequencies(
