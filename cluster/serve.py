@@ -19,8 +19,8 @@ from ray.util import list_named_actors
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.models.choose import model_config
-from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
+from shoal.actors.engine.models.choose import lean_model, model_config
+from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
@@ -76,7 +76,7 @@ class ServeOptions:
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     checkpoint = resolve_model(options.model, revision=options.revision)
-    max_model_len = _max_model_len(checkpoint.directory, options.max_model_len)
+    max_model_len, lean = _read_config(checkpoint.directory, options.max_model_len)
     model = ModelCard(
         name=options.served_model_name or checkpoint.name,
         checkpoint=str(checkpoint.directory),
@@ -84,11 +84,12 @@ def serve(options: ServeOptions, console: Console) -> None:
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
     )
-    _spec(options, model, _Share(threads=1, memory_bytes=1))  # a wrong limit is refused before Ray is started
+    # A wrong limit is refused before Ray is started.
+    _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
     with _connected(options) as dashboard_url, _stop_signal() as stop:
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
-        spec = _spec(options, model, _share_of_an_engine(options))
+        spec = _spec(options, model, lean, _share_of_an_engine(options))
         console.print(
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
         )
@@ -102,14 +103,15 @@ def serve(options: ServeOptions, console: Console) -> None:
             console.print("stopping")
 
 
-def _max_model_len(checkpoint: Path, wanted: int | None) -> int:
-    """Also refuses here, within a second, a model that no engine could load."""
+def _read_config(checkpoint: Path, wanted: int | None) -> tuple[int, LeanModel | None]:
+    """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
     hf = load_config(checkpoint)
     model_config(hf)
     limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
         raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
-    return wanted or usual_length(hf)
+    max_model_len = wanted or usual_length(hf)
+    return max_model_len, lean_model(hf, max_model_len)
 
 
 @contextmanager
@@ -198,7 +200,7 @@ def _share_of_an_engine(options: ServeOptions) -> _Share:
     return _Share(threads=threads, memory_bytes=memory_bytes)
 
 
-def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec:
+def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share: _Share) -> ClusterSpec:
     return ClusterSpec(
         name=options.name,
         model=model,
@@ -219,6 +221,7 @@ def _spec(options: ServeOptions, model: ModelCard, share: _Share) -> ClusterSpec
             num_dropped_layers=options.num_dropped_layers,
             kv_write_policy=options.kv_write_policy,
             require_kernels=options.require_kernels,
+            lean=lean,
         ),
     )
 

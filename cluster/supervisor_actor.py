@@ -51,6 +51,7 @@ class SupervisorActor:
 
     def _run(self) -> None:
         try:
+            self._tick()
             while not self._stopped.wait(TICK_S):
                 self._tick()
         except BaseException:

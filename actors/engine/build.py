@@ -16,9 +16,9 @@ from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.model_layout import ModelLayout, model_layout
-from shoal.actors.engine.models.choose import model_config, numerics
+from shoal.actors.engine.models.choose import lean_model, model_config, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
-from shoal.actors.engine.models.decoder_config import load_config
+from shoal.actors.engine.models.decoder_config import LeanModel, load_config
 from shoal.actors.engine.models.lean_decoder import LeanDecoder
 from shoal.actors.engine.models.lean_weights import DecoderWeights
 from shoal.actors.engine.models.library_config import LibraryConfig
@@ -85,21 +85,36 @@ class BuiltEngine:
     """Of the stores. Fed by whoever fetches, asked by the scheduler."""
 
 
-def load_model(checkpoint: Path, backend: Backend, *, max_model_len: int) -> LoadedModel:
-    """On the lean path if that can compute it, else on the library path; else raises UnsupportedModel."""
+def load_model(
+    checkpoint: Path, backend: Backend, *, max_model_len: int, lean: LeanModel | None = None
+) -> LoadedModel:
+    """On the lean path if that can compute it, else on the library path; else raises UnsupportedModel.
+
+    lean: what `models.choose.lean_model` says of the checkpoint and this length, if that is known.
+    """
+    if lean is not None:
+        return _load_lean(checkpoint, backend, lean, max_model_len=max_model_len)
     hf = load_config(checkpoint)
-    config, path = model_config(hf), numerics(hf, max_model_len)
+    config = model_config(hf)
     if isinstance(config, LibraryConfig):
         library = LibraryModel.load(checkpoint, config, backend, max_model_len=max_model_len)
         return LoadedModel(
-            config=library, weights=library, decoder=partial(LibraryDecoder, library), numerics=path
+            config=library,
+            weights=library,
+            decoder=partial(LibraryDecoder, library),
+            numerics=numerics(hf, max_model_len),
         )
+    lean = lean_model(hf, max_model_len)
+    assert lean is not None
+    return _load_lean(checkpoint, backend, lean, max_model_len=max_model_len)
+
+
+def _load_lean(checkpoint: Path, backend: Backend, lean: LeanModel, *, max_model_len: int) -> LoadedModel:
     with CheckpointTensors(checkpoint) as tensors:
-        weights = DecoderWeights.load(tensors, config, backend)
-    rotaries = rotary_tables(hf, max_model_len, config.head_dim, DEVICE)
-    return LoadedModel(
-        config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotaries), numerics=path
-    )
+        weights = DecoderWeights.load(tensors, lean.config, backend)
+    rotaries = rotary_tables(lean.ropes, max_model_len, DEVICE)
+    decoder = partial(LeanDecoder, lean.config, weights, rotaries)
+    return LoadedModel(config=lean.config, weights=weights, decoder=decoder, numerics=lean.numerics)
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:
@@ -112,7 +127,9 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         backend = choose_backend(config.threads, require_kernels=config.require_kernels)
     except KernelsUnavailable as error:
         raise ValueError(f"--require-kernels, but {error}") from error
-    loaded = load_model(Path(config.checkpoint), backend, max_model_len=config.max_model_len)
+    loaded = load_model(
+        Path(config.checkpoint), backend, max_model_len=config.max_model_len, lean=config.lean
+    )
     layout = loaded.layout(
         block_size=config.block_size,
         dtype=config.kv_cache_dtype,

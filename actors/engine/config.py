@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.actors.engine.models.decoder_config import LeanModel
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import SchedulerConfig
 from shoal.actors.engine.transfers import WritePolicy
@@ -28,6 +29,8 @@ class EngineConfig:
     prefix_cache: PrefixCacheName = "radix"
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""
+    lean: LeanModel | None = None
+    """The checkpoint's, where somebody has read its config.json already; else the engine does."""
 
     def __post_init__(self) -> None:
         least_values = {"max_model_len": 2, "memory_bytes": 1, "threads": 1, "num_dropped_layers": 0}

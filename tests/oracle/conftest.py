@@ -9,7 +9,7 @@ from shoal.actors.engine.build import DEVICE, LoadedModel, load_model
 from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
 from shoal.actors.engine.models.lean_decoder import LeanDecoder
 from shoal.actors.engine.models.lean_weights import DecoderWeights
-from shoal.actors.engine.models.rope import rotary_tables
+from shoal.actors.engine.models.rope import rope_frequencies, rotary_tables
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import smollm2
 
@@ -28,6 +28,6 @@ def shallow(smol: LoadedModel) -> LoadedModel:
     assert isinstance(smol.config, DecoderConfig) and isinstance(smol.weights, DecoderWeights)
     weights = replace(smol.weights, layers=smol.weights.layers[:4])
     config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
-    rotaries = rotary_tables(load_config(smollm2()), MAX_MODEL_LEN, config.head_dim, DEVICE)[:4]
-    decoder = partial(LeanDecoder, config, weights, rotaries)
+    ropes = rope_frequencies(load_config(smollm2()), MAX_MODEL_LEN, config.head_dim)
+    decoder = partial(LeanDecoder, config, weights, rotary_tables(ropes[:4], MAX_MODEL_LEN, DEVICE))
     return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)

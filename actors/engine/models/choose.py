@@ -6,11 +6,13 @@ from shoal.actors.engine.models.decoder_config import (
     DYNAMIC_ROPE_TYPES,
     LEAN_ARCHITECTURES,
     DecoderConfig,
+    LeanModel,
     UnsupportedModel,
     decoder_config,
     rope_types,
 )
 from shoal.actors.engine.models.library_config import LibraryConfig, library_config
+from shoal.actors.engine.models.rope import rope_frequencies
 from shoal.kernels.reference import torch_numerics
 
 if TYPE_CHECKING:
@@ -43,6 +45,15 @@ def model_config(hf: "PretrainedConfig") -> DecoderConfig | LibraryConfig:
             "tolerance other text decoders of transformers whose only state is attention: "
             f"{', '.join(PROVEN_IN_LIBRARY)} and more"
         ) from error
+
+
+def lean_model(hf: "PretrainedConfig", max_model_len: int) -> LeanModel | None:
+    """What the lean decoder needs, or None if a checkpoint takes the library path."""
+    config = model_config(hf)
+    if isinstance(config, LibraryConfig):
+        return None
+    ropes = rope_frequencies(hf, max_model_len, config.head_dim)
+    return LeanModel(config=config, ropes=ropes, numerics=numerics(hf, max_model_len))
 
 
 def numerics(hf: "PretrainedConfig", max_model_len: int) -> str:

@@ -56,6 +56,27 @@ class DecoderConfig:
     embedding_scale: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeFrequencies:
+    """How far pairs of a head turn from one position to the next, and what scales cosines and sines."""
+
+    inverse: tuple[float, ...]
+    """Radians a position; each is a float32."""
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeanModel:
+    """All that the lean decoder needs of a config.json: who has it need not import transformers, which takes
+    seconds."""
+
+    config: DecoderConfig
+    ropes: tuple[RopeFrequencies, ...]
+    """Of each layer."""
+    numerics: str
+    """See models.choose.numerics."""
+
+
 class _Options(TypedDict, total=False):
     windows: tuple[int | None, ...]
     qkv_bias: bool

@@ -1,11 +1,12 @@
 """Cosines and sines of every position, with the same bits on every machine."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from shoal.actors.engine.models.decoder_config import ropes
+from shoal.actors.engine.models.decoder_config import RopeFrequencies, ropes
 from shoal.kernels.backend import Rotary
 
 if TYPE_CHECKING:
@@ -13,13 +14,30 @@ if TYPE_CHECKING:
 
 
 def rotary_tables(
-    hf: "PretrainedConfig", num_positions: int, head_dim: int, device: torch.device
+    frequencies: Sequence[RopeFrequencies], num_positions: int, device: torch.device
 ) -> tuple[Rotary, ...]:
-    """Of each layer, tables of float32 [num_positions, rotated / 2], where `rotated` is head_dim unless the
-    model says less. Layers that rotate alike share theirs.
+    """Of each layer, tables of float32 [num_positions, rotated / 2]. Layers that rotate alike share theirs.
 
     An angle is one float32 product, as in the checkpoint's own training code. Its cosine is taken in float64
     and rounded: a vectorised float32 cosine differs in the last bit from one instruction set to another.
+    """
+    tables = {rope: _table(rope, num_positions, device) for rope in set(frequencies)}
+    return tuple(tables[rope] for rope in frequencies)
+
+
+def _table(rope: RopeFrequencies, num_positions: int, device: torch.device) -> Rotary:
+    positions = np.arange(num_positions, dtype=np.float32)
+    angles = np.multiply.outer(positions, np.array(rope.inverse, dtype=np.float32)).astype(np.float64)
+    return Rotary(
+        cos=torch.from_numpy((np.cos(angles) * rope.factor).astype(np.float32)).to(device),
+        sin=torch.from_numpy((np.sin(angles) * rope.factor).astype(np.float32)).to(device),
+    )
+
+
+def rope_frequencies(
+    hf: "PretrainedConfig", num_positions: int, head_dim: int
+) -> tuple[RopeFrequencies, ...]:
+    """Of each layer, rotated / 2 of them, where `rotated` is head_dim unless the model says less.
 
     Types default, linear, llama3 and yarn have fixed frequencies. The others choose them by length: dynamic
     stretches them once a sequence is longer than was trained, longrope has two sets, for sequences up to the
@@ -31,22 +49,14 @@ def rotary_tables(
     at most the trained length (both). Beyond it shorter sequences too have the frequencies of longer ones:
     who wants the original ones for them sets --max-model-len to the trained length.
     """
-    tables = {kind: _table(hf, kind, num_positions, head_dim, device) for kind in ropes(hf)}
+    of_type = {
+        kind: RopeFrequencies(inverse=tuple(inverse.tolist()), factor=factor)
+        for kind in ropes(hf)
+        for inverse, factor in [_inverse_frequencies(hf, kind, num_positions, head_dim)]
+    }
     num_layers: int = hf.num_hidden_layers
-    layer_types = [None] * num_layers if None in tables else hf.layer_types
-    return tuple(tables[kind] for kind in layer_types)
-
-
-def _table(
-    hf: "PretrainedConfig", layer_type: str | None, num_positions: int, head_dim: int, device: torch.device
-) -> Rotary:
-    inverse_frequencies, factor = _inverse_frequencies(hf, layer_type, num_positions, head_dim)
-    positions = np.arange(num_positions, dtype=np.float32)
-    angles = np.multiply.outer(positions, inverse_frequencies).astype(np.float64)
-    return Rotary(
-        cos=torch.from_numpy((np.cos(angles) * factor).astype(np.float32)).to(device),
-        sin=torch.from_numpy((np.sin(angles) * factor).astype(np.float32)).to(device),
-    )
+    layer_types = [None] * num_layers if None in of_type else hf.layer_types
+    return tuple(of_type[kind] for kind in layer_types)
 
 
 def _inverse_frequencies(
