@@ -11,6 +11,8 @@ from shoal.cluster.bench.contender import DECODE_STEPS, Case, Dtype, PeerError, 
 from shoal.cluster.bench.gguf_weights import cached_gguf
 
 TURN_DEADLINE_S = 300.0
+TRIES = 5
+"""Its result is a line of its log, which a thread writes that does not always live to do so."""
 CELLS = 256
 """llama.cpp rounds the context of each sequence up to whole groups of this many tokens."""
 
@@ -57,7 +59,10 @@ class LlamaCpp:
         field = "t_tg" if case.phase == "decode" else "t_pp"
 
         def turn() -> float:
-            return parse_seconds(_output(command), field)
+            for _ in range(TRIES):
+                if (seconds := parse_seconds(_output(command), field)) is not None:
+                    return seconds
+            raise PeerError(f"{self._program} did not say {field}: its output is not the one that we know")
 
         turn()  # the file is in the page cache from now on
         return turn
@@ -84,8 +89,8 @@ def _output(command: list[str]) -> str:
     return finished.stdout
 
 
-def parse_seconds(output: str, field: str) -> float:
-    """Of the one result among the lines of llama-batched-bench. Raises PeerError."""
+def parse_seconds(output: str, field: str) -> float | None:
+    """Of the one result among the lines of llama-batched-bench; None if there is none."""
     for line in output.splitlines():
         try:
             result: Any = json.loads(line)
@@ -94,4 +99,4 @@ def parse_seconds(output: str, field: str) -> float:
             continue  # a line of its log
         if seconds > 0:
             return seconds
-    raise PeerError(f"llama-batched-bench did not say {field}: its output is not the one that we know")
+    return None

@@ -8,8 +8,10 @@ it answers passes over the socket FD, because vLLM logs to stdout. SETTINGS is J
     {"prefill": [1, 2, ...]}                    a prompt, up to its first token        -> {"seconds": s}
 """
 
+import ctypes
 import itertools
 import json
+import signal
 import socket
 import sys
 import time
@@ -64,7 +66,15 @@ class Engine:
             self._engine.step()
 
 
+def die_with_parent() -> None:
+    """Even while it compiles, which takes minutes: else it would go on for nobody."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1  # <linux/prctl.h>
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main(fd: int, settings: dict[str, Any]) -> None:
+    die_with_parent()
     channel = socket.socket(fileno=fd).makefile("rw")
 
     def answer(what: dict[str, Any]) -> None:
