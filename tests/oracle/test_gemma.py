@@ -13,7 +13,7 @@ from shoal.actors.engine.build import DEVICE, LoadedModel, load_model
 from shoal.actors.engine.models.decoder_config import DecoderConfig, load_config
 from shoal.actors.engine.models.lean_decoder import LeanDecoder
 from shoal.actors.engine.models.lean_weights import DecoderWeights
-from shoal.actors.engine.models.rope import rotary_tables
+from shoal.actors.engine.models.rope import rope_frequencies, rotary_tables
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import gemma3_270m
 from tests.oracle.stepping import logits_of
@@ -49,7 +49,9 @@ def gemma(checkpoint: Path) -> LoadedModel:
     head = BACKEND.pack([whole.weights.embedding_VN[::64].contiguous()])
     config = replace(whole.config, vocab_size=head.num_outputs)
     weights = replace(whole.weights, head=head)
-    rotaries = rotary_tables(load_config(checkpoint), MAX_MODEL_LEN, config.head_dim, DEVICE)
+    rotaries = rotary_tables(
+        rope_frequencies(load_config(checkpoint), MAX_MODEL_LEN, config.head_dim), MAX_MODEL_LEN, DEVICE
+    )
     return replace(
         whole, config=config, weights=weights, decoder=partial(LeanDecoder, config, weights, rotaries)
     )
