@@ -273,7 +273,11 @@ class Machine:
         poison(self.memory)
         rows = TokenRows(num_rows=5, max_model_len=MAX_MODEL_LEN, block_size=BLOCK, device=DEVICE)
         self.decoder = model.decoder(BACKEND, max_rows=320, max_logits=320)
-        self.runner = ModelRunner(self.decoder, self.memory, rows, BACKEND, DEVICE, max_logits=320)
+        self.runner = ModelRunner(
+            *(self.decoder, self.memory, rows, BACKEND, DEVICE),
+            max_logits=320,
+            vocab_size=model.config.vocab_size,
+        )
 
     def step(
         self, sequence: int, *, end: int, start: int = 0, shared: tuple[BlockId, ...] = (), **more: Any
@@ -294,7 +298,7 @@ class Machine:
     @torch.inference_mode()
     def logits(self, *steps: SequenceStep) -> Tensor:
         plan = StepPlan(step_id=1, sequences=steps)
-        return self.decoder.logits(self.runner.hidden_states(plan)).clone()
+        return self.decoder.logits(self.runner.hidden_states(self.runner.pack(plan))).clone()
 
     def num_bytes(self, pieces: Sequence[Piece]) -> int:
         layout, num_blocks = self.memory.layout, sum(piece.block != NO_BLOCK for piece in pieces)
