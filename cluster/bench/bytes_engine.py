@@ -1,8 +1,10 @@
 """An engine without a model: all of its dealings with stores, over memory that is only bytes."""
 
 import asyncio
+import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -124,16 +126,21 @@ class BytesEngine:
         return self._link.staging.export(extent_id, keys)
 
     async def save(self, keys: Sequence[BlockKey]) -> float:
-        """Seconds until the own store has the device's first blocks, under these names."""
+        """Seconds until the own store has the device's first blocks, under these names, or has lost them."""
         self._wishes.name(keys)
         self._wishes.to_save = self._wishes.pieces(keys)
-        saver = self._link.saver
-        wanted = saver.saved_bytes + sum(saver.lost_bytes.values()) + len(keys) * self._block_bytes
+        wanted = self._num_answered + len(keys) * self._block_bytes
         started = time.perf_counter()
-        self._link.begin_saves()
-        while saver.saved_bytes + sum(saver.lost_bytes.values()) < wanted:
-            await self._answers.get()
+        while self._num_answered < wanted:
+            self._link.begin_saves()
+            with suppress(TimeoutError):  # the saver may rest for a while
+                await asyncio.wait_for(self._answers.get(), timeout=0.5)
         return time.perf_counter() - started
+
+    @property
+    def _num_answered(self) -> int:
+        saver = self._link.saver
+        return saver.saved_bytes + sum(saver.lost_bytes.values())
 
     async def fetch(self, store_id: StoreId, keys: Sequence[BlockKey]) -> tuple[float, Fallback | None]:
         """Seconds until the device has them, and why it has not, if so."""
@@ -158,6 +165,9 @@ class BytesEngine:
 
     async def staged_bytes(self) -> int:
         return self._link.staging.used_bytes
+
+    async def pid(self) -> int:
+        return os.getpid()
 
     async def memcpy(self, num_blocks: int) -> float:
         """Seconds that copying so many blocks within this process takes."""

@@ -66,6 +66,39 @@ def engine(
 
 
 @app.command()
+def store(
+    model: Annotated[str | None, typer.Argument(help="As for `shoal serve`.")] = None,
+    *,
+    decode: Annotated[
+        bool, typer.Option(help="Also what saving costs an engine that decodes meanwhile.")
+    ] = True,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of that engine.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+) -> None:
+    """Save to and fetch from a KV store, on two nodes of a private Ray, beside memcpy and TCP."""
+    from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
+    from shoal.cluster.bench.store import bench_store, report  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
+
+    console = Console()
+    with one_line_errors(ModelSourceError):
+        _check_writable(json_file)
+        config = None
+        if decode:
+            config = EngineConfig(
+                checkpoint=str(resolve_model(model).directory),
+                max_model_len=1024,
+                memory_bytes=2 << 30,
+                threads=threads or len(os.sched_getaffinity(0)),
+                block_size=16,  # so that blocks fill up in every turn
+                max_num_seqs=8,
+                max_num_batched_tokens=128,
+            )
+        result = bench_store(config, console)
+    report(result, json_file, console)
+
+
+@app.command()
 def serve(
     *,
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -53,7 +54,7 @@ def another_node(object_store_bytes: int) -> Iterator[str]:
         process.wait(timeout=NODE_DEADLINE_S)
 
 
-def on(node: str) -> NodeAffinitySchedulingStrategy:
+def on(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from tests.cluster.served import Served, wait_for
 
@@ -50,12 +51,15 @@ def test_35_a_store_that_is_killed_is_replaced_and_nobody_waits_for_it(with_stor
 
 def test_a_restarted_supervisor_adopts_the_store(with_store: Served) -> None:
     (name,) = with_store.store_names()
-    budget = ray.get(with_store.actor(name).start.remote(), timeout=10)
+    info = ray.get(with_store.actor(name).start.remote(), timeout=10)
     ray.kill(with_store.actor("supervisor"), no_restart=False)
 
-    def answers() -> bool:
-        status = ray.get(with_store.actor("supervisor").status.remote(), timeout=30)
-        return bool(status.stores == (budget,))
+    def has_it() -> bool:
+        try:
+            status = ray.get(with_store.actor("supervisor").status.remote(), timeout=30)
+        except RayError:  # not there again yet
+            return False
+        return bool(status.stores == (info,))
 
-    wait_for(answers, "the new supervisor has it")
+    wait_for(has_it, "the new supervisor has adopted it")
     assert with_store.store_names() == [name]

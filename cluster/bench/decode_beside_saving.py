@@ -1,0 +1,96 @@
+"""How much slower an engine decodes while it saves what it computes."""
+
+import random
+import time
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.progress import track
+
+from shoal.actors.engine.actor import EngineActor
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams, TokenBatch
+from shoal.kvstore.messages import StoreId
+
+ROUNDS = 5
+NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 16, 128
+"""Few of a prompt: nearly all is decoded, and blocks fill up while it is."""
+INGRESS = IngressId("bench")
+START_DEADLINE_S, TURN_DEADLINE_S = 300.0, 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeBesideSaving:
+    tokens_per_s: float
+    saving_tokens_per_s: float
+    saved_bytes: int
+    """In a turn."""
+    cost: float
+    """By how much slower, as a share; the best of ROUNDS turns of each."""
+
+
+class _Turns:
+    """One engine that generates for a handful of requests at a time, the store in use or not."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._stream = engine.stream.options(num_returns="streaming").remote(INGRESS)
+        self._ids = count()
+        self._random = random.Random(0)
+
+    def use_stores(self, stores: dict[StoreId, Any], own: StoreId | None) -> None:
+        ray.get(
+            self._engine.introduce.remote(None, frozenset({INGRESS}), stores, own), timeout=TURN_DEADLINE_S
+        )
+
+    def tokens_per_s(self) -> float:
+        started = time.perf_counter()
+        waiting = {self._submit() for _ in range(NUM_SEQS)}
+        deadline = time.monotonic() + TURN_DEADLINE_S
+        while waiting:
+            batch: TokenBatch = ray.get(next(self._stream), timeout=deadline - time.monotonic())
+            waiting -= {chunk.request_id for chunk in batch.chunks if chunk.finish_reason is not None}
+        return NUM_SEQS * OUTPUT_TOKENS / (time.perf_counter() - started)
+
+    def _submit(self) -> RequestId:
+        request = EngineRequest(
+            request_id=RequestId(str(next(self._ids))),
+            attempt=1,
+            prompt_token_ids=tuple(self._random.randrange(5, 10_000) for _ in range(PROMPT_TOKENS)),
+            max_tokens=OUTPUT_TOKENS,
+            stop_token_ids=frozenset(),
+            sampling=SamplingParams(temperature=0.0),
+        )
+        ray.get(self._engine.submit.remote(INGRESS, request), timeout=TURN_DEADLINE_S)
+        return request.request_id
+
+
+def decode_beside_saving(
+    config: EngineConfig, store: Any, store_id: StoreId, where: Any, console: Console
+) -> DecodeBesideSaving:
+    """where: a scheduling strategy, for the node of the store."""
+    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=where)(EngineActor)
+    engine = remote.remote(EngineId("engine"), config)
+    ray.get(engine.start.remote(), timeout=START_DEADLINE_S)
+    turns = _Turns(engine)
+    best = {False: 0.0, True: 0.0}
+    saved: list[int] = []
+    for turn in track(range(2 * ROUNDS + 2), "decode", console=console):
+        saves = bool(turn % 2)
+        turns.use_stores({store_id: store} if saves else {}, store_id if saves else None)
+        ray.get(store.reset.remote(), timeout=TURN_DEADLINE_S)
+        speed = turns.tokens_per_s()
+        if saves:
+            saved.append(ray.get(store.used_bytes.remote(), timeout=TURN_DEADLINE_S))
+        if turn > 1:  # the first two warm up
+            best[saves] = max(best[saves], speed)
+    ray.kill(engine)
+    return DecodeBesideSaving(
+        tokens_per_s=round(best[False], 1),
+        saving_tokens_per_s=round(best[True], 1),
+        saved_bytes=max(saved),
+        cost=round(max(0.0, 1 - best[True] / best[False]), 4),
+    )
