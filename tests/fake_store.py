@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.transfers import Fallback, Fetch, Piece, StoreView, WritePolicy
 from shoal.actors.messages import PrefixSource, StoreId
 from shoal.kvstore.block_hash import BlockKey, segment_key
-from tests.fake_runner import FakeRunner
 
 OWN, OTHER = StoreId("store-own"), StoreId("store-other")
 
@@ -58,18 +58,28 @@ class Landing:
     bytes: Bytes
 
 
+class Device(Protocol):
+    """Memory that pieces are copied out of and in to."""
+
+    def num_bytes(self, piece: Piece) -> int: ...
+
+    def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None: ...
+
+    def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None: ...
+
+
 class Carrier:
     """Copies when it is told to, as threads beside an engine do at any time."""
 
-    def __init__(self, scheduler: Scheduler, runner: FakeRunner, stores: Stores) -> None:
+    def __init__(self, scheduler: Scheduler, device: Device, stores: Stores) -> None:
         self._scheduler = scheduler
-        self._runner = runner
+        self._device = device
         self._stores = stores
         self.saving: list[list[Piece]] = []
         self.fetching: list[Fetch] = []
         self.landing: list[Landing] = []
 
-    def take(self, max_bytes: int = 1000) -> None:
+    def take(self, max_bytes: int = 1 << 40) -> None:
         """What there is to be done."""
         if pieces := self._scheduler.take_saves(max_bytes):
             self.saving.append(pieces)
@@ -79,8 +89,8 @@ class Carrier:
         """Copy pieces out; if they are lost on their way, the device is done with them all the same."""
         pieces = self.saving.pop(index)
         for piece in pieces:
-            rows = np.empty(self._runner.num_bytes(piece), dtype=np.uint8)
-            self._runner.copy_out([piece], rows)
+            rows = np.empty(self._device.num_bytes(piece), dtype=np.uint8)
+            self._device.copy_out([piece], rows)
             if not lose:
                 self._stores.has[OWN][piece.key] = rows.tobytes()
         self._scheduler.saved(pieces)
@@ -100,7 +110,7 @@ class Carrier:
         landing = self.landing.pop(index)
         for piece in landing.pieces:
             rows = np.frombuffer(landing.bytes[piece.key], dtype=np.uint8)
-            self._runner.copy_in([piece], rows ^ 255 if fails else rows)
+            self._device.copy_in([piece], rows ^ 255 if fails else rows)
         if fails:
             self._scheduler.fetch_failed(landing.fetch.fetch_id, Fallback.COPY_FAILED)
         else:

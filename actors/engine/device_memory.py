@@ -63,6 +63,9 @@ class DeviceMemory:
         self._block_bytes = _as_bytes(self.blocks)
         self._segment_bytes = None if self.segments is None else _as_bytes(self.segments)
 
+    def num_bytes(self, piece: Piece) -> int:
+        return len(self._bytes_of(piece))
+
     def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None:
         """The pieces' bytes, one after the other, to `out`: uint8, exactly as many.
 

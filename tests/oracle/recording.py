@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
 from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kvstore.layout import KVDtype
+from tests.fake_store import Carrier, Stores, view
 from tests.oracle.stepping import poison
 
 MAX_LOGITS = 64
@@ -32,10 +33,13 @@ Look = Callable[[SequenceId, int, Tensor], None]
 
 
 class LookingRunner:
-    """Runs a plan on a ModelRunner, and shows the logits of every position, not only the drawn ones."""
+    """Runs a plan on a ModelRunner, and shows the logits of every position, not only the drawn ones.
+
+    But for those that are computed only for the sake of layers that are not stored: they are not the model's.
+    """
 
     def __init__(
-        self, runner: ModelRunner, decoder: Decoder, look: Look, watched: frozenset[SequenceId]
+        self, runner: ModelRunner, decoder: Decoder, look: Look, watched: Container[SequenceId]
     ) -> None:
         self._runner = runner
         self._decoder = decoder
@@ -48,12 +52,13 @@ class LookingRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, step: PackedStep) -> StepResult:
         hidden = self._runner.hidden_states(step)
-        rows = [(s.sequence_id, position) for s in plan.sequences for position in range(s.start, s.end)]
-        watched = [i for i, (s, _) in enumerate(rows) if s in self._watched]
+        rows = [(s, position) for s in plan.sequences for position in range(s.start, s.end)]
+        watched = [i for i, (s, p) in enumerate(rows) if s.sequence_id in self._watched and p >= s.store_from]
         for first in range(0, len(watched), MAX_LOGITS):
             some = watched[first : first + MAX_LOGITS]
             for row, logits in zip(some, self._decoder.logits(hidden[some]), strict=True):
-                self._look(*rows[row], logits)
+                of, position = rows[row]
+                self._look(of.sequence_id, position, logits)
         return self._runner.draw(step, hidden)
 
 
@@ -98,7 +103,9 @@ class Served:
         *,
         watch: Sequence[int],
         look: Look | None = None,
+        stores: Stores | None = None,
     ) -> None:
+        """stores: where what is cached goes, to its OWN, and where requests' sources are found."""
         config = SchedulerConfig(
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -114,7 +121,7 @@ class Served:
             num_dropped_layers=setup.num_dropped_layers,
         )
         num_slots = num_state_slots(setup.max_num_seqs) if layout.state else 0
-        memory = DeviceMemory(
+        self.memory = DeviceMemory(
             layout,
             num_blocks=setup.num_blocks,
             num_slots=num_slots,
@@ -122,7 +129,7 @@ class Served:
             max_rows=setup.max_num_batched_tokens,
             device=DEVICE,
         )
-        poison(memory)
+        poison(self.memory)
         decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
         rows = TokenRows(
             num_rows=config.num_rows,
@@ -131,7 +138,7 @@ class Served:
             device=DEVICE,
         )
         runner = ModelRunner(
-            *(decoder, memory, rows, setup.backend, DEVICE),
+            *(decoder, self.memory, rows, setup.backend, DEVICE),
             max_logits=MAX_LOGITS,
             vocab_size=loaded.config.vocab_size,
         )
@@ -143,26 +150,52 @@ class Served:
             num_segments=setup.num_blocks if layout.segment_bytes else 0,
             cache=setup.prefix_cache,
         )
-        self._scheduler = Scheduler(config, pools, rule=layout.rule)
-        watched = frozenset(SequenceId(number) for number in watch)
+        store_view = replace(
+            view(),
+            bytes_per_block=layout.blocks.bytes_per_block,
+            bytes_per_segment=layout.segment_bytes,
+        )
+        self.rule = layout.rule
+        self.scheduler = Scheduler(config, pools, rule=layout.rule, stores=store_view if stores else None)
+        self._carrier = Carrier(self.scheduler, self.memory, stores or Stores())
+        self._num_submitted = 0
+        self._watched = {SequenceId(number) for number in watch}
         self.engine = Engine(
-            self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, watched)
+            self.scheduler, LookingRunner(runner, decoder, look or self.recording.look, self._watched)
         )
 
-    def serve(self, requests: Sequence[EngineRequest]) -> Recording:
-        """Run the requests to their end; the recording holds all since the engine was built."""
+    def submit(self, request: EngineRequest, *, watch: bool = False) -> SequenceId:
+        self._num_submitted += 1
+        sequence = SequenceId(self._num_submitted)
+        if watch:
+            self._watched.add(sequence)
+        assert not self.engine.submit(request, INGRESS)
+        return sequence
+
+    def serve(self, requests: Sequence[EngineRequest] = ()) -> Recording:
+        """Run all requests to their end; the recording holds all since the engine was built."""
         for request in requests:
-            assert not self.engine.submit(request, INGRESS)
+            self.submit(request)
         while self.engine.has_work:
-            for reply in self.engine.step():
-                chunk = reply.chunk
-                assert chunk.error is None, chunk.error
-                self.recording.tokens[chunk.request_id] += chunk.token_ids
-                if chunk.cached_tokens is not None:
-                    self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
+            self.step()
+        self._carrier.run()
         self.engine.check()
-        self.recording.num_preemptions = self._scheduler.num_preemptions
         return self.recording
+
+    def preempt(self, sequence_id: SequenceId) -> None:
+        """As if somebody before it had needed its blocks; its step may be in flight."""
+        (sequence,) = (s for s in self.scheduler._running if s.sequence_id == sequence_id)
+        self.scheduler._preempt(sequence)
+
+    def step(self) -> None:
+        self._carrier.run()
+        for reply in self.engine.step():
+            chunk = reply.chunk
+            assert chunk.error is None, chunk.error
+            self.recording.tokens[chunk.request_id] += chunk.token_ids
+            if chunk.cached_tokens is not None:
+                self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
+        self.recording.num_preemptions = self.scheduler.num_preemptions
 
 
 def serve(
