@@ -272,6 +272,10 @@ class Fetches:
             sequence.num_promised = 0
             self.forget(sequence)
 
+    def num_kept_blocks(self, *, besides: Sequence) -> int:
+        """At most so many become available if all others give way."""
+        return sum(len(kept.block_table) for sequence, kept in self._kept.items() if sequence is not besides)
+
     def give_way(self, *, besides: Sequence | None = None) -> bool:
         """Let go of what is kept for the last in order that waits; whether there was any such."""
         others = [sequence for sequence in self._kept if sequence is not besides]

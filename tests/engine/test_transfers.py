@@ -348,6 +348,34 @@ def test_what_came_gives_way_to_whoever_runs_and_to_whoever_is_before_it() -> No
     assert bench.drained()
 
 
+def test_what_came_gives_way_before_anybody_is_preempted() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=9, max_num_seqs=1)
+    bench.submit(a_request("runs", [1, 2], max_tokens=30))
+    bench.step()
+    submit(bench, "it", PROMPT)
+    bench.carrier.run()
+    assert bench.pools.num_available == 1
+    assert finish_one(bench, "runs") == generate([1, 2], 30)
+    assert bench.scheduler.num_preemptions == 0
+    assert finish(bench, "it", PROMPT) < 24
+    assert fallbacks(bench) == {Fallback.EVICTED: 1}
+    assert bench.drained()
+
+
+def test_what_came_stays_if_to_give_way_would_not_help() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=20)
+    bench.submit(a_request("runs", [1] * 40, max_tokens=2))
+    for _ in range(3):
+        bench.step()
+    submit(bench, "it", PROMPT)
+    bench.carrier.run()
+    bench.submit(a_request("large", [2] * 50, max_tokens=1, priority=-1))
+    bench.step()
+    assert bench.pools.num_available == 19 - 11 - 6
+    bench.finish()
+    assert bench.cached["it"] == 24 and not fallbacks(bench)
+
+
 def test_two_that_lack_the_same_wait_for_one_fetch() -> None:
     bench = an_engine(filled())
     for name in "ab":
@@ -427,6 +455,7 @@ def test_a_reset_makes_those_that_fetch_compute_and_takes_nothing_of_what_comes(
         bench.carrier.land()
     bench.engine.reset_prefix_cache()
     bench.engine.check()
+    assert bench.engine.uncomputed_tokens == 26
     assert finish(bench, "it", PROMPT) == 0
     bench.engine.reset_prefix_cache()
     bench.carrier.run()
