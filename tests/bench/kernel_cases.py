@@ -87,7 +87,7 @@ class World:
         """The last `chunk` rows of each sequence. As many layers take turns as no cache holds."""
         query_heads, kv_heads, size = heads
         one_layer = kv_bytes(heads, batch, context)
-        layers = max(1, min(CONFIG.num_layers, OUT_OF_CACHE_BYTES // one_layer)) if chunk == 1 else 1
+        layers = max(1, OUT_OF_CACHE_BYTES // one_layer) if chunk == 1 else 1
         kv, rows = paged(heads, batch, context, chunk, layers=layers)
         q = torch.randn(batch * chunk, query_heads, size, generator=self._generator)
         out = torch.empty_like(q)

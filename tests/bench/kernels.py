@@ -71,7 +71,7 @@ def judge(case: Case, taken_s: float, ceilings: Ceilings) -> Measured:
 def table(measured: list[Measured]) -> str:
     lines = ["| kernel | shape | µs | GB/s | GFLOP/s | of its floor | bound by |", f"|{'---|' * 7}"]
     for m in measured:
-        speeds = " | ".join(f"{x:.0f}" if x else "" for x in (m.gigabytes_per_s, m.gigaflops))
+        speeds = " | ".join(f"{x:.0f}" if x >= 1 else "" for x in (m.gigabytes_per_s, m.gigaflops))
         share = "" if m.of_floor is None else f"{m.of_floor:.0%}"
         lines.append(f"| {m.kernel} | {m.shape} | {m.us:.0f} | {speeds} | {share} | {m.bound} |")
     return "\n".join(lines)
