@@ -77,20 +77,17 @@ class DirectEngine:
         return time.perf_counter() - started
 
 
-def over_http(url: str, *flags: str) -> Any:
+def bench_serve(url: str, *flags: str) -> Any:
     """The summary of `shoal bench serve`, run as a person runs it."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-m", "shoal.cluster", "bench", "serve", "--url", url, "--json", file.name]
-        command += [
-            "--endpoint",
-            "completions",
-            "--prompt-format",
-            "token_ids",
-            "--input-len",
-            str(PROMPT_TOKENS),
-        ]
         subprocess.run([*command, *flags], check=True, capture_output=True, timeout=600, cwd=ROOT)
         return json.loads(Path(file.name).read_text())["summary"]
+
+
+def over_http(url: str, *flags: str) -> Any:
+    prompt = ("--endpoint", "completions", "--prompt-format", "token_ids", "--input-len", str(PROMPT_TOKENS))
+    return bench_serve(url, *prompt, *flags)
 
 
 async def measure(served: Served, engine: DirectEngine, streams: int) -> None:

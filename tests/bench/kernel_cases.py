@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig
-from shoal.actors.engine.models.lean_decoder import DecoderWeights, Layer, LeanDecoder
-from shoal.kernels.backend import LayerKV, Rotary, Rows, Sampling, Tape
+from shoal.actors.engine.models.lean_decoder import LeanDecoder
+from shoal.actors.engine.models.lean_weights import DecoderWeights, GatedMlp, Layer
+from shoal.kernels.backend import LayerKV, Linear, Rotary, Rows, Sampling, Tape
 from shoal.kernels.cpu import CpuBackend, PackedLinear
 
 Heads = tuple[int, int, int]
@@ -18,6 +19,7 @@ Heads = tuple[int, int, int]
 BLOCK_ROWS, POSITIONS, MAX_ROWS, MAX_SEQUENCES = 128, 8192, 1024, 32
 OUT_OF_CACHE_BYTES = 256 << 20
 CONFIG = DecoderConfig(
+    family="llama",
     vocab_size=49_152,
     hidden_size=576,
     intermediate_size=1536,
@@ -28,6 +30,7 @@ CONFIG = DecoderConfig(
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
     windows=(None,) * 30,
+    attention_scale=64**-0.5,
 )
 SMALL: Heads = (CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim)
 WIDE: Heads = (32, 8, 128)
@@ -57,8 +60,9 @@ class World:
             torch.arange(POSITIONS + 1.0), 1e4 ** -torch.linspace(0, 1, CONFIG.head_dim // 2)
         )
         self._rotary = Rotary(cos=angles.cos(), sin=angles.sin())
+        rotaries = (self._rotary,) * CONFIG.num_layers
         self._decoder = LeanDecoder(
-            CONFIG, self._weights, self._rotary, self.backend, max_rows=MAX_ROWS, max_logits=MAX_SEQUENCES
+            CONFIG, self._weights, rotaries, self.backend, max_rows=MAX_ROWS, max_logits=MAX_SEQUENCES
         )
 
     def linears(self, rows: int) -> list[Case]:
@@ -69,10 +73,11 @@ class World:
 
         def play(tape: Tape) -> None:
             for layer in self._weights.layers:
+                assert isinstance(layer.mlp, GatedMlp)
                 tape.linear(x, layer.qkv, qkv)
                 tape.linear(x, layer.attention_out, hidden)
-                tape.silu_mul_linear(x, layer.gate_up, wide)
-                tape.linear(wide, layer.down, hidden)
+                tape.gated_linear(x, layer.mlp.gate_up, wide)
+                tape.linear(wide, layer.mlp.down, hidden)
 
         case = Case(
             kernel="linears of 30 layers",
@@ -146,7 +151,7 @@ class World:
         """From token ids to logits of each sequence's last row."""
         c = CONFIG
         kv, rows = paged(SMALL, batch, context, chunk, layers=c.num_layers)
-        ids = torch.randint(c.vocab_size, (batch * chunk,), generator=self._generator)
+        ids = torch.randint(c.vocab_size, (batch * chunk,), generator=self._generator).numpy()
 
         def run() -> None:
             hidden = self._decoder.hidden_states(ids, rows, kv)
@@ -185,10 +190,12 @@ class World:
                 qkv=backend.pack([qkv]),
                 q_norm_D=None,
                 k_norm_D=None,
+                sinks_H=None,
                 attention_out=backend.pack([out]),
+                attention_out_norm_N=None,
                 mlp_norm_N=norm,
-                gate_up=backend.pack_gate_up(gate, up),
-                down=backend.pack([down]),
+                mlp=GatedMlp(gate_up=backend.pack_gate_up(gate, up), down=backend.pack([down])),
+                mlp_out_norm_N=None,
             )
 
         return DecoderWeights(
@@ -199,8 +206,10 @@ class World:
         )
 
     def _matrices(self) -> list[PackedLinear]:
-        layers = self._weights.layers
-        found = [w for la in layers for w in (la.qkv, la.attention_out, la.gate_up, la.down)]
+        found: list[Linear] = []
+        for layer in self._weights.layers:
+            assert isinstance(layer.mlp, GatedMlp)
+            found += [layer.qkv, layer.attention_out, layer.mlp.gate_up, layer.mlp.down]
         return [w for w in found if isinstance(w, PackedLinear)]
 
     def _flops_per_row(self) -> float:

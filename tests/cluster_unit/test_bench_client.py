@@ -102,6 +102,33 @@ def test_58_more_streams_than_an_http_client_opens_by_default() -> None:
         assert all(isinstance(outcome, Reply) for outcome in ask(url, times=150))
 
 
+def test_a_server_that_closes_behind_every_stream_though_it_says_keep_alive() -> None:
+    events = b'data: {"choices": [{"text": "one"}]}\n\ndata: [DONE]\n\n'
+    head = b"HTTP/1.1 200 OK\r\nkeep-alive: timeout=5\r\ncontent-length: %d\r\n\r\n" % len(events)
+
+    async def two_in_a_row() -> list[Outcome]:
+        closed: asyncio.Queue[None] = asyncio.Queue()
+
+        async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"}")
+            writer.write(head + events)
+            await reader.read(1)  # what comes on this connection next, or its end
+            writer.close()
+            await writer.wait_closed()
+            closed.put_nowait(None)
+
+        async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            url = f"http://127.0.0.1:{port}/v1"
+            async with connected(url, api_key=None, timeout_s=NEVER_S) as client:
+                outcomes = [await client.ask("completions", b"{}") for _ in range(2)]
+            for _ in outcomes:
+                await asyncio.wait_for(closed.get(), NEVER_S)
+        return outcomes
+
+    assert [isinstance(outcome, Reply) for outcome in asyncio.run(two_in_a_row())] == [True, True]
+
+
 EVENTS = [b"data: one", b": a comment", b"data:two", b"event: x", b"", b"data: [DONE]"]
 
 

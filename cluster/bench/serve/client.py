@@ -18,8 +18,6 @@ import aiohttp
 from shoal.cluster.bench.serve.dialogue import PATHS, Endpoint
 
 CONNECT_DEADLINE_S = 10.0
-KEEPALIVE_S = 4.0
-"""Below the usual 5 s of servers: else a request may meet a connection that is just being closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +211,9 @@ async def connected(
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),  # limit: the default is 100
+        # A request, a connection: llama-server says keep-alive, closes behind every stream all the same, and
+        # a request that takes such a connection again meets its end. The default limit is 100.
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=min(CONNECT_DEADLINE_S, timeout_s)),
         headers=headers,
         trust_env=True,
