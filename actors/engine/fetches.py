@@ -265,6 +265,7 @@ class Fetches:
     def reset(self) -> None:
         """What was saved is not what would be computed now: those who wait compute."""
         fetching = [sequence for underway in self._underway.values() for sequence in underway.waiting]
+        self._coming.clear()
         for underway in self._underway.values():
             underway.is_void = True
         for sequence in [*self._kept, *fetching]:

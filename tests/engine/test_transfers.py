@@ -456,6 +456,10 @@ def test_a_reset_makes_those_that_fetch_compute_and_takes_nothing_of_what_comes(
     bench.engine.reset_prefix_cache()
     bench.engine.check()
     assert bench.engine.uncomputed_tokens == 26
+    num_fetches = bench.scheduler.num_fetches
+    submit(bench, "new", PROMPT)
+    assert bench.scheduler.num_fetches == num_fetches + 1, "it does not wait for what nobody may have"
+    bench.engine.abort(RequestId("new"), 1)
     assert finish(bench, "it", PROMPT) == 0
     bench.engine.reset_prefix_cache()
     bench.carrier.run()
