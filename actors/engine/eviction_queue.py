@@ -1,6 +1,6 @@
 """In which order cached pieces of memory are given up."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.actors.engine.block_pool import BlockId, BlockPool
@@ -17,7 +17,7 @@ class EvictionQueue:
         """num_tiers: nothing of a tier is given up while there is something in one before it."""
         self._pool = pool
         self._tiers = tuple(OrderedDict[BlockId, None]() for _ in range(num_tiers))
-        self._saving: dict[BlockId, None] = {}
+        self._saving: Counter[BlockId] = Counter()
 
     def __len__(self) -> int:
         """What can be made free at once."""
@@ -68,18 +68,20 @@ class EvictionQueue:
 
     def start_saving(self, block: BlockId) -> None:
         self._pool.pin([block])
-        self._saving[block] = None
+        self._saving[block] += 1
 
     def end_saving(self, block: BlockId) -> None:
-        del self._saving[block]
+        self._saving[block] -= 1
+        if not self._saving[block]:
+            del self._saving[block]
         self._pool.release([block])
 
-    def saving(self) -> Sequence[BlockId]:
-        """What copies own."""
-        return tuple(self._saving)
+    def saving(self) -> Iterable[BlockId]:
+        """What copies own, with repetition."""
+        return self._saving.elements()
 
     def _is_unused(self, block: BlockId) -> bool:
-        return self._pool.num_owners(block) == 1 + (block in self._saving)
+        return self._pool.num_owners(block) == 1 + self._saving[block]
 
     def _remove(self, block: BlockId) -> None:
         for tier in self._tiers:

@@ -265,12 +265,17 @@ class Fetches:
     def reset(self) -> None:
         """What was saved is not what would be computed now: those who wait compute."""
         fetching = [sequence for underway in self._underway.values() for sequence in underway.waiting]
+        self._coming.clear()
         for underway in self._underway.values():
             underway.is_void = True
         for sequence in [*self._kept, *fetching]:
             sequence.fetched.clear()
             sequence.num_promised = 0
             self.forget(sequence)
+
+    def num_kept_blocks(self, *, besides: Sequence) -> int:
+        """At most so many become available if all others give way."""
+        return sum(len(kept.block_table) for sequence, kept in self._kept.items() if sequence is not besides)
 
     def give_way(self, *, besides: Sequence | None = None) -> bool:
         """Let go of what is kept for the last in order that waits; whether there was any such."""

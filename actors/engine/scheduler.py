@@ -339,6 +339,9 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, hit: Hit) -> bool:
         length, headroom = len(sequence.tokens), len(self._running)
+        could_give_way = self._fetches.num_kept_blocks(besides=sequence)
+        if not self._pools.has_blocks(length, hit=hit.blocks, headroom=headroom - could_give_way):
+            return False
         while not self._pools.has_blocks(length, hit=hit.blocks, headroom=headroom):
             if not self._fetches.give_way(besides=sequence):
                 return False

@@ -19,10 +19,12 @@ from hypothesis.stateful import (
 
 from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.prefix_cache import PrefixCacheName
+from shoal.actors.engine.transfers import Fallback, StoreView
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId
 from shoal.kvstore.block_hash import BlockKey
 from tests.engine.bench import Bench, a_request
 from tests.fake_runner import generate, logprob
+from tests.fake_store import view
 
 STEMS = [list(range(first, first + 12)) for first in (0, 100)]
 """Prompts begin like these, so that they share blocks."""
@@ -51,6 +53,9 @@ def expected(request: EngineRequest) -> list[int]:
     budget=st.integers(4, 24),
     eager=st.booleans(),
     cache=st.sampled_from(["naive", "radix"]),
+    window=st.sampled_from([None, 1, 5, 9]),
+    num_dropped=st.integers(0, 2),
+    num_segments=st.integers(0, 20),
 )
 def test_everybody_gets_what_they_would_get_alone(
     *,
@@ -61,8 +66,19 @@ def test_everybody_gets_what_they_would_get_alone(
     budget: int,
     eager: bool,
     cache: PrefixCacheName,
+    window: int | None,
+    num_dropped: int,
+    num_segments: int,
 ) -> None:
-    bench = Bench(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=budget, cache=cache)
+    bench = Bench(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        cache=cache,
+        window=window,
+        num_dropped=num_dropped,
+        num_segments=num_segments,
+    )
     bench.device.eager = eager
     for i, prompt in enumerate(prompts):
         bench.submit(a_request(str(i), prompt, max_tokens))
@@ -83,11 +99,14 @@ class Watched:
     reported: set[BlockKey] = field(default_factory=set)
     written_by: dict[BlockId, str] = field(default_factory=dict)
     """The salt whose rows a block has."""
+    salt_of: dict[BlockKey, str] = field(default_factory=dict)
     num_plans: int = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> None:
         request = a_request(str(len(self.requests) + 1), prompt, max_tokens, **more)
         self.requests[request.request_id] = request
+        salt = request.cache_salt
+        self.salt_of |= dict.fromkeys(self.bench.keys([*prompt, *expected(request)], salt), salt)
         self.bench.submit(request)
 
     def abort(self, name: str) -> None:
@@ -111,10 +130,31 @@ class Watched:
         plans = self.bench.runner.plans[self.num_plans :]
         for step in (step for plan in plans for step in plan.sequences):
             salt = self.requests[str(step.sequence_id)].cache_salt
-            first, end = step.start // self.bench.block_size, -(-step.end // self.bench.block_size)
+            first = max(step.start, step.store_from) // self.bench.block_size
+            end = -(-step.end // self.bench.block_size)
             assert all(self.written_by[block] == salt for block in step.block_table[:first])
             self.written_by.update(dict.fromkeys(step.block_table[first:end], salt))
         self.num_plans += len(plans)
+
+    def copy(self, *, fails: bool = False) -> None:
+        """What has come of a fetch goes to the device."""
+        self.check_salts()
+        pieces = self.bench.carrier.landing[0].pieces
+        self.written_by |= {piece.block: self.salt_of[piece.key] for piece in pieces if piece.block}
+        self.bench.carrier.copy(fails=fails)
+
+    def carry(self, choose: random.Random) -> None:
+        """Some of what is to be copied, in any order and not always with luck."""
+        carrier = self.bench.carrier
+        carrier.take(choose.randrange(4))
+        if carrier.saving and choose.random() < 0.5:
+            carrier.save(choose.randrange(len(carrier.saving)), lose=choose.random() < 0.1)
+        if carrier.landing and choose.random() < 0.5:
+            self.copy(fails=choose.random() < 0.1)
+        if carrier.fetching and choose.random() < 0.5:
+            index = choose.randrange(len(carrier.fetching))
+            wanted = [key for read in carrier.fetching[index].reads for key in read.keys]
+            carrier.land(index, without=choose.choices(wanted, k=choose.choice([0, 0, 1])))
 
     def check_reports(self) -> None:
         changes = self.bench.engine.take_prefix_changes()
@@ -122,7 +162,19 @@ class Watched:
         assert self.reported == set(self.bench.engine.prefix_keys())
 
     def end(self) -> None:
-        self.bench.finish()
+        carrier = self.bench.carrier
+        while carrier.landing:
+            self.copy()
+        for _ in range(2000):
+            carrier.take()
+            while carrier.saving:
+                carrier.save()
+            while carrier.fetching:
+                carrier.land()
+                self.copy()
+            if not self.bench.engine.has_work:
+                break
+            self.bench.step()
         self.check_salts()
         self.check_reports()
         for name in self.requests:
@@ -139,15 +191,36 @@ def stop_tokens(prompt: Sequence[int], index: int | None) -> frozenset[int]:
 class EngineMachine(RuleBasedStateMachine):
     """Requests, steps, aborts, resets and failures in any order; so few blocks that all are fought for."""
 
+    view: StoreView | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.bench = Bench(num_blocks=11, block_size=3, num_slots=4, max_num_seqs=3, max_num_batched_tokens=7)
-        self.watched = Watched(self.bench)
         self.last_failure = -1
 
-    @initialize(eager=st.booleans())
-    def choose_device(self, eager: bool) -> None:
+    @initialize(
+        eager=st.booleans(),
+        window=st.sampled_from([None, 3, 4, 6]),
+        num_dropped=st.sampled_from([0, 0, 1, 2]),
+        num_segments=st.sampled_from([2, 5, 11]),
+    )
+    def begin(self, *, eager: bool, window: int | None, num_dropped: int, num_segments: int) -> None:
+        self.bench = Bench(
+            num_blocks=11,
+            block_size=3,
+            num_slots=4,
+            max_num_seqs=3,
+            max_num_batched_tokens=7,
+            window=window,
+            num_dropped=num_dropped,
+            num_segments=num_segments,
+            view=self.view,
+        )
         self.bench.device.eager = eager
+        self.watched = Watched(self.bench)
+        self.fill_stores()
+
+    def fill_stores(self) -> None:
+        """With what was computed before."""
 
     @rule(
         prompt=prompts,
@@ -174,6 +247,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=salt,
             priority=priority,
             prompt_logprobs=prompt_logprobs,
+            sources=self.bench.stores.sources(self.bench.keys(prompt, salt)),
         )
 
     @rule()
@@ -217,7 +291,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.watched.check(name)
 
     def teardown(self) -> None:
-        self.watched.end()
+        if hasattr(self, "watched"):
+            self.watched.end()
 
 
 EngineMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -226,19 +301,26 @@ TestEngineMachine = EngineMachine.TestCase
 
 def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like() -> None:
     choose = random.Random(0)
-    bench = Bench(num_blocks=20, max_num_seqs=8, max_num_batched_tokens=32)
+    bench = Bench(
+        num_blocks=20,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        window=4,
+        view=view("write_through"),
+    )
     watched = Watched(bench)
     while len(watched.requests) < 2000 or bench.engine.has_work:
         while len(watched.requests) < 2000 and bench.engine.num_requests < 20:
             stem, tail = choose.choice(STEMS), choose.choices(range(50), k=choose.randrange(1, 20))
-            prompt = stem[: choose.randrange(13)] + tail
+            prompt, salt = stem[: choose.randrange(13)] + tail, choose.choice(["", "", "salt"])
             watched.submit(
                 prompt,
                 choose.randrange(1, 25),
                 stop_token_ids=stop_tokens(prompt, choose.choice([None, *range(10)])),
-                cache_salt=choose.choice(["", "", "salt"]),
+                cache_salt=salt,
                 priority=choose.choice([0, 0, 1]),
                 prompt_logprobs=choose.choice([None, None, None, 0]),
+                sources=bench.stores.sources(bench.keys(prompt, salt)),
             )
         if choose.random() < 0.1:
             watched.abort(str(choose.randrange(max(1, len(watched.requests) - 20), len(watched.requests))))
@@ -247,11 +329,16 @@ def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like()
         if choose.random() < 0.01:
             bench.runner.failures = 1
         bench.device.eager = choose.random() < 0.5
-        bench.step()
+        watched.carry(choose)
+        if choose.random() < 0.2:
+            bench.engine.check()
+        bench.advance()
         watched.check_salts()
     watched.end()
     assert len(bench.errors) < 200 and bench.scheduler.num_preemptions > 20
     assert sum(bench.cached.values()) > 2000, "on average some tokens of each were cached"
+    assert sum(bench.scheduler.transfers.fetched_tokens.values()) > 500
+    assert {Fallback.MISSING, Fallback.EVICTED} < bench.scheduler.transfers.fallbacks.keys()
 
 
 def test_81_memory_does_not_grow_with_the_number_of_requests() -> None:
@@ -268,6 +355,7 @@ def test_81_memory_does_not_grow_with_the_number_of_requests() -> None:
                     bench.tokens,
                     bench.prompt_logprobs,
                     bench.cached,
+                    bench.cached_by_place,
                     bench.finished,
                     bench.runner.plans,
                 ):

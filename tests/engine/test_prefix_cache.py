@@ -10,6 +10,7 @@ from shoal.actors.engine.block_pool import BlockId, BlockPool
 from shoal.actors.engine.prefix_cache import prefix_cache
 from shoal.actors.engine.prefix_changes import PrefixChanges
 from shoal.actors.engine.radix_cache import RadixPrefixCache
+from shoal.actors.engine.transfers import Piece
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
 ROOT = root_key(b"fingerprint", "")
@@ -26,11 +27,13 @@ class Cache:
 
     num_blocks: int = 9
     pool: BlockPool = field(init=False)
+    segments: BlockPool = field(init=False)
     radix: RadixPrefixCache = field(init=False)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks)
-        self.radix = RadixPrefixCache(self.pool, BlockPool(1))
+        self.segments = BlockPool(self.num_blocks)
+        self.radix = RadixPrefixCache(self.pool, self.segments)
 
     def compute(self, text: str) -> list[BlockId]:
         """Compute what is not cached of it, and cache it; returns the table, which is owned."""
@@ -48,6 +51,10 @@ class Cache:
         for text in texts:
             self.radix.unlock(self.compute(text))
             self.radix.check()
+
+    def has_state(self, text: str) -> bool:
+        """Whether the state at its end is cached."""
+        return keys(text)[-1] in self.radix.segments
 
     def cached(self, *texts: str) -> list[int]:
         """How many blocks of each text are cached."""
@@ -109,6 +116,55 @@ def test_the_first_block_of_a_content_is_kept_and_the_second_is_the_callers_to_r
     assert cache.radix.num_evictable == 3
 
 
+def with_segments(cache: Cache, text: str, kept: str = "") -> None:
+    """Compute a text, and capture the state at the end of each block of it that has none."""
+    table = cache.compute(text)
+    for letter, key in zip(text, keys(text), strict=True):
+        if key not in cache.radix.segments:
+            segments = cache.segments.allocate(1)
+            cache.radix.segments.attach(key, segments[0], kept=letter in kept)
+            cache.radix.segments.unlock(segments)
+    cache.radix.unlock(table)
+
+
+def test_segments_that_no_kept_boundary_needs_go_first_then_the_least_recently_used_tails_first() -> None:
+    cache = Cache()
+    with_segments(cache, "abc", kept="b")
+    with_segments(cache, "pqr", kept="r")
+    gone = []
+    for _ in range(6):
+        before = {text for text in ("a", "ab", "abc", "p", "pq", "pqr") if cache.has_state(text)}
+        cache.radix.segments.evict(1)
+        cache.radix.check()
+        gone += [text for text in before if not cache.has_state(text)]
+    assert gone == ["abc", "a", "pq", "p", "ab", "pqr"]
+
+
+def test_a_segment_is_used_with_its_block_and_kept_for_whoever_comes_back() -> None:
+    cache = Cache()
+    with_segments(cache, "ab")
+    with_segments(cache, "pq")
+    cache.run("a")
+    cache.radix.segments.keep(keys("pq")[1])
+    cache.radix.segments.evict(3)
+    assert [cache.has_state(text) for text in ("ab", "p", "a", "pq")] == [False, False, False, True]
+
+
+def test_a_block_that_is_being_saved_is_evicted_in_its_turn_and_free_when_the_copy_ends() -> None:
+    cache = Cache()
+    cache.run("ab", "pq")
+    piece = cache.radix.piece(keys("ab")[1])
+    assert piece is not None and piece.parent == keys("a")[0]
+    cache.radix.start_saving(piece.block)
+    assert cache.radix.num_evictable == 3
+    cache.radix.check()
+    cache.radix.evict(1)
+    assert cache.cached("ab", "pq") == [0, 2], "a goes, but first what lies behind it"
+    assert cache.pool.num_free == 8 - 2 - 1
+    cache.radix.end_saving(piece.block)
+    assert cache.pool.num_free == 8 - 2
+
+
 def test_reset_forgets_everything_and_leaves_what_is_in_use_with_its_user() -> None:
     cache = Cache()
     cache.run("xy")
@@ -148,7 +204,12 @@ def test_the_naive_cache_keeps_nothing() -> None:
         naive.evict(1)
     naive.reset()
     naive.check()
-    assert pool.num_free == 3 and naive.keys() == () and naive.changes.take() == PrefixChanges()
+    assert (
+        pool.num_free == 3
+        and len(naive.segments) == 0
+        and naive.keys() == ()
+        and naive.changes.take() == PrefixChanges()
+    )
 
 
 class PrefixCacheModel(RuleBasedStateMachine):
@@ -157,7 +218,10 @@ class PrefixCacheModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12)
-        self.radix = RadixPrefixCache(self.pool, BlockPool(1))
+        self.segments = BlockPool(6)
+        self.radix = RadixPrefixCache(self.pool, self.segments)
+        self.restoring: list[list[BlockId]] = []
+        self.saving: list[Piece] = []
         self.users: list[tuple[str, list[BlockId]]] = []
         self.reported: set[BlockKey] = set()
 
@@ -200,6 +264,59 @@ class PrefixCacheModel(RuleBasedStateMachine):
         self.radix.evict(num_blocks)
         assert self.pool.num_free == free + num_blocks
 
+    @precondition(lambda self: any(table for _, table in self.users))
+    @rule(data=st.data(), kept=st.booleans())
+    def capture(self, data: st.DataObject, kept: bool) -> None:
+        """The segment of a block that somebody uses, if one is to be had."""
+        text, table = data.draw(st.sampled_from([user for user in self.users if user[1]]))
+        key = keys(text)[data.draw(st.integers(0, len(table) - 1))]
+        cached = self.radix.segments
+        if not self.segments.num_free:
+            if not cached.num_evictable:
+                return
+            free = self.segments.num_free
+            cached.evict(1)
+            assert self.segments.num_free == free + 1
+        segments, had_one = self.segments.allocate(1), key in cached
+        assert cached.attach(key, segments[0], kept=kept) is not had_one
+        cached.unlock(segments)
+        assert key in cached
+
+    @precondition(lambda self: len(self.radix.segments) > 0)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        cached = self.radix.keys()
+        key = data.draw(st.sampled_from([key for key in cached if key in self.radix.segments]))
+        self.radix.segments.keep(key)
+        self.restoring.append(self.radix.segments.lock([key]))
+
+    @precondition(lambda self: self.restoring)
+    @rule()
+    def restored(self) -> None:
+        self.radix.segments.unlock(self.restoring.pop(0))
+
+    @precondition(lambda self: self.radix.keys())
+    @rule(data=st.data())
+    def save(self, data: st.DataObject) -> None:
+        """Of what is cached, used or not. What can be freed becomes less only if it was unused."""
+        key = data.draw(st.sampled_from(self.radix.keys()))
+        if (piece := self.radix.piece(key)) is not None:
+            self.radix.start_saving(piece.block)
+            self.saving.append(piece)
+            segment = self.radix.segments.piece(key)
+            if segment is not None:
+                self.radix.segments.start_saving(segment.segment)
+                self.saving.append(segment)
+
+    @precondition(lambda self: self.saving)
+    @rule(data=st.data())
+    def saved(self, data: st.DataObject) -> None:
+        piece = self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1)))
+        if piece.block:
+            self.radix.end_saving(piece.block)
+        else:
+            self.radix.segments.end_saving(piece.segment)
+
     @rule()
     def report(self) -> None:
         changes = self.radix.changes.take()
@@ -209,8 +326,14 @@ class PrefixCacheModel(RuleBasedStateMachine):
         assert self.reported == set(self.radix.keys())
 
     @invariant()
-    def owners_are_the_users_and_the_cache(self) -> None:
+    def owners_are_the_users_the_cache_and_the_copies(self) -> None:
         self.radix.check()
+        segments = [segment for held in self.restoring for segment in held]
+        self.segments.check([*segments, *self.radix.segments.owned()])
+        owned = [*self.radix.owned(), *self.radix.segments.owned()]
+        saving = [piece.block or piece.segment for piece in self.saving]
+        num_cached = len(self.radix.keys())
+        assert len(owned) == num_cached + len(saving)
         self.pool.check([block for _, table in self.users for block in table] + self.radix.owned())
 
     @invariant()

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.actors.engine.transfers import Fallback, WritePolicy
 from shoal.actors.messages import CachedTokens, PrefixSource, RequestId
-from shoal.kvstore.block_hash import segment_key
+from shoal.kvstore.block_hash import BlockKey, segment_key
 from tests.engine.bench import Bench, a_request
 from tests.fake_runner import generate
 from tests.fake_store import OTHER, OWN, Stores, view
@@ -48,7 +48,7 @@ def finish(bench: Bench, name: str, prompt: list[int]) -> int:
 # Saving
 
 
-def names(bench: Bench, *blocks: int, segments: tuple[int, ...] = ()) -> set[bytes]:
+def names(bench: Bench, *blocks: int, segments: tuple[int, ...] = ()) -> set[BlockKey]:
     keys = bench.keys(PROMPT)
     return {keys[i] for i in blocks} | {segment_key(keys[i]) for i in segments}
 
@@ -348,6 +348,34 @@ def test_what_came_gives_way_to_whoever_runs_and_to_whoever_is_before_it() -> No
     assert bench.drained()
 
 
+def test_what_came_gives_way_before_anybody_is_preempted() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=9, max_num_seqs=1)
+    bench.submit(a_request("runs", [1, 2], max_tokens=30))
+    bench.step()
+    submit(bench, "it", PROMPT)
+    bench.carrier.run()
+    assert bench.pools.num_available == 1
+    assert finish_one(bench, "runs") == generate([1, 2], 30)
+    assert bench.scheduler.num_preemptions == 0
+    assert finish(bench, "it", PROMPT) < 24
+    assert fallbacks(bench) == {Fallback.EVICTED: 1}
+    assert bench.drained()
+
+
+def test_what_came_stays_if_to_give_way_would_not_help() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=20)
+    bench.submit(a_request("runs", [1] * 40, max_tokens=2))
+    for _ in range(3):
+        bench.step()
+    submit(bench, "it", PROMPT)
+    bench.carrier.run()
+    bench.submit(a_request("large", [2] * 50, max_tokens=1, priority=-1))
+    bench.step()
+    assert bench.pools.num_available == 19 - 11 - 6
+    bench.finish()
+    assert bench.cached["it"] == 24 and not fallbacks(bench)
+
+
 def test_two_that_lack_the_same_wait_for_one_fetch() -> None:
     bench = an_engine(filled())
     for name in "ab":
@@ -427,6 +455,11 @@ def test_a_reset_makes_those_that_fetch_compute_and_takes_nothing_of_what_comes(
         bench.carrier.land()
     bench.engine.reset_prefix_cache()
     bench.engine.check()
+    assert bench.engine.uncomputed_tokens == 26
+    num_fetches = bench.scheduler.num_fetches
+    submit(bench, "new", PROMPT)
+    assert bench.scheduler.num_fetches == num_fetches + 1, "it does not wait for what nobody may have"
+    bench.engine.abort(RequestId("new"), 1)
     assert finish(bench, "it", PROMPT) == 0
     bench.engine.reset_prefix_cache()
     bench.carrier.run()
