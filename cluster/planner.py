@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from shoal.actors.engine.memory_plan import MemoryPlan, num_state_slots, plan_memory
+from shoal.actors.engine.memory_plan import MemoryPlan, NotEnoughMemory, num_state_slots, plan_memory
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.cluster.console import PLAIN
 from shoal.cluster.footprint import Footprint, Limits, footprint
@@ -34,8 +34,12 @@ class Plan:
     footprint: Footprint
     weights_bytes: int | None
     """Of the files beside the config, if they are there."""
+    memory_bytes: int | None
+    """Beside weights and a step; None if it was not said."""
     memory: MemoryPlan | None
-    """None if it was not said how much there is."""
+    """None if that is too little."""
+    too_little: str | None
+    """What is lacking, if so."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -49,9 +53,9 @@ class Plan:
     @property
     def most_tokens(self) -> int | None:
         """Whose paged rows alone would fill the memory."""
-        if self.memory is None or not self.footprint.bytes_per_block:
+        if self.memory_bytes is None or not self.footprint.bytes_per_block:
             return None
-        return self.memory.total_bytes * self.limits.block_size // self.footprint.bytes_per_block
+        return self.memory_bytes * self.limits.block_size // self.footprint.bytes_per_block
 
     def as_dict(self) -> dict[str, object]:
         """For --json."""
@@ -76,14 +80,15 @@ class Plan:
             "segments_per_boundary": model.rule.num_segments,
             "recomputed_tokens": model.rule.num_recomputed * self.limits.block_size,
             "usable_slots": self.usable_slots,
+            "memory_bytes": self.memory_bytes,
+            "most_tokens": self.most_tokens,
+            "too_little": self.too_little,
             "memory": memory
             and {
-                "total_bytes": memory.total_bytes,
                 "state_bytes": memory.state_bytes,
                 "usable_blocks": memory.num_blocks - 1,
                 "usable_segments": max(0, memory.num_segments - 1),
                 "tokens": memory.num_tokens,
-                "most_tokens": self.most_tokens,
             },
         }
 
@@ -91,7 +96,7 @@ class Plan:
 def make_plan(source: Path, options: PlanOptions) -> Plan:
     """source: a config.json or the directory that has one.
 
-    Raises ValueError (UnsupportedModel, NotEnoughMemory) with a line for the operator.
+    Raises ValueError (UnsupportedModel) with a line for the operator.
     """
     hf = load_config(source)
     longest = longest_length(hf)
@@ -106,11 +111,19 @@ def make_plan(source: Path, options: PlanOptions) -> Plan:
         num_dropped_layers=options.num_dropped_layers,
     )
     model = footprint(hf, limits)
+    memory, too_little = None, None
+    try:
+        if options.memory_bytes is not None:
+            memory = _divide(options.memory_bytes, model, limits)
+    except NotEnoughMemory as error:
+        too_little = str(error)
     return Plan(
         limits=limits,
         footprint=model,
         weights_bytes=_weights_bytes(source),
-        memory=None if options.memory_bytes is None else _divide(options.memory_bytes, model, limits),
+        memory_bytes=options.memory_bytes,
+        memory=memory,
+        too_little=too_little,
     )
 
 
@@ -144,7 +157,9 @@ def show(plan: Plan, console: Console) -> None:
     console.print(table)
     if not model.is_served:
         console.print(f"{model.architecture} can be planned, but not served yet.", **PLAIN)
-    if plan.memory is None:
+    if plan.too_little:
+        console.print(plan.too_little, **PLAIN)
+    elif plan.memory is None:
         console.print("Say --memory SIZE to see what fits beside the weights and a step.", **PLAIN)
 
 
@@ -176,24 +191,25 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         recomputed = model.rule.num_recomputed * limits.block_size
         if recomputed:
             yield "recomputed", f"{recomputed:,} tokens", "after a hit, for the layers that are not stored"
+    if plan.memory_bytes is not None:
+        yield "", "", ""
+        yield "memory", _bytes(plan.memory_bytes), "beside weights and a step"
+        if plan.most_tokens is not None:
+            yield "  at most", f"{plan.most_tokens:,} tokens", "if there were nothing but rows in blocks"
     if plan.memory is not None:
         yield from _memory_rows(plan, plan.memory)
 
 
 def _memory_rows(plan: Plan, memory: MemoryPlan) -> Iterator[tuple[str, str, str]]:
-    yield "", "", ""
-    yield "memory", _bytes(memory.total_bytes), "beside weights and a step; in this order:"
+    """In the order in which they are taken."""
     if plan.usable_slots:
         note = f"{plan.usable_slots} usable and one spare, and as much for their copies"
         yield "  state slots", _bytes(memory.state_bytes), note
-    block_bytes = memory.num_blocks * memory.block_bytes
     note = f"{memory.num_blocks - 1:,} usable and one spare: {memory.num_tokens:,} tokens"
-    yield "  blocks", _bytes(block_bytes), note
+    yield "  blocks", _bytes(memory.num_blocks * memory.block_bytes), note
     if memory.num_segments:
         note = f"{memory.num_segments - 1:,} usable and one spare"
         yield "  segments", _bytes(memory.num_segments * memory.segment_bytes), note
-    if plan.most_tokens is not None:
-        yield "at most", f"{plan.most_tokens:,} tokens", "if blocks were all, and had no ends"
 
 
 def _bytes(num_bytes: float) -> str:

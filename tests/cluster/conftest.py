@@ -41,7 +41,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(ray_address: str, checkpoint: Path) -> Iterator[Served]:
-    """Two engines, shared by a module's tests; each leaves it as ready as it found it."""
-    with Served.start(checkpoint, ray_address, engines=2) as cluster:
+    """Two engines, shared by a module's tests; each leaves it as ready as it found it.
+
+    Without stores, so that what an engine has computed dies with it.
+    """
+    with Served.start(checkpoint, ray_address, "--kv-store-memory", "0", engines=2) as cluster:
         cluster.wait_until_ready()
         yield cluster

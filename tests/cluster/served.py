@@ -98,6 +98,9 @@ class Served:
     def engine_names(self) -> list[str]:
         return sorted(name for name in self.names() if name.startswith("engine-"))
 
+    def store_names(self) -> list[str]:
+        return sorted(name for name in self.names() if name.startswith("store-"))
+
     def actor(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self.namespace)
 

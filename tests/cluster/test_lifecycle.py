@@ -34,7 +34,7 @@ def test_a_driver_that_is_killed_takes_its_cluster_along(ray_address: str, check
 
 def test_a_supervisor_killed_in_the_middle_of_a_start(ray_address: str, checkpoint: Path) -> None:
     """It comes back, finds actors that are still starting, and waits for the same start."""
-    with Served.start(checkpoint, ray_address, engines=2) as cluster:
+    with Served.start(checkpoint, ray_address, "--kv-store-memory", "0", engines=2) as cluster:
         wait_for(lambda: len(cluster.names()) == 5, "every actor is made")
         ray.kill(cluster.actor("supervisor"), no_restart=False)
         cluster.wait_until_ready()
@@ -77,6 +77,13 @@ def test_a_port_that_is_taken(ray_address: str, checkpoint: Path) -> None:
             assert cluster.process.wait(timeout=90) == 1
             assert error_line(cluster).startswith(f"error: cannot listen on 127.0.0.1:{port}: ")
             assert cluster.names() == set()
+
+
+def test_82_a_store_that_no_node_has_room_for(ray_address: str, checkpoint: Path) -> None:
+    with Served.start(checkpoint, ray_address, "--kv-store-memory", "1GiB") as cluster:
+        assert cluster.process.wait(timeout=90) == 1
+        assert error_line(cluster).startswith("error: --kv-store-memory 1GiB is more than 60% of the largest")
+        assert cluster.names() == set()
 
 
 def error_line(cluster: Served) -> str:

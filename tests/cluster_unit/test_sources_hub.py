@@ -15,6 +15,7 @@ import pytest
 from shoal.cluster.sources.checkpoint import ModelSourceError, check_checkpoint
 from shoal.cluster.sources.hub import Hub, looks_like_hub_id
 from shoal.cluster.sources.progress import LineProgress
+from shoal.cluster.sources.resolve import resolve_config
 from tests.checkpoints import hollow_checkpoint
 
 COMMIT = "c0ffee" + "0" * 34
@@ -114,6 +115,15 @@ def fetch(hub: FakeHub, tmp_path: Path) -> Iterator[Fetch]:
             )
 
         yield fetch
+
+
+def test_a_plan_needs_the_configuration_alone(hub: FakeHub, tmp_path: Path) -> None:
+    with serve(hub) as url:
+        folder = resolve_config(MODEL, hub=client(url, tmp_path))
+        with pytest.raises(ModelSourceError, match="is neither a directory here nor at"):
+            resolve_config("org/other", hub=client(url, tmp_path))
+    assert hub.downloads == ["config.json"]
+    assert json.loads((folder / "config.json").read_text())
 
 
 def client(url: str, tmp_path: Path, *, offline: bool = False) -> Hub:
