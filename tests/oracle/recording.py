@@ -114,6 +114,7 @@ class Served:
             layout,
             num_blocks=setup.num_blocks,
             num_slots=num_slots,
+            num_segments=setup.num_blocks,
             max_rows=setup.max_num_batched_tokens,
             device=DEVICE,
         )
@@ -131,9 +132,10 @@ class Served:
             block_size=setup.block_size,
             num_rows=config.num_rows,
             num_slots=num_slots,
+            num_segments=setup.num_blocks if layout.segment_bytes else 0,
             cache=setup.prefix_cache,
         )
-        self._scheduler = Scheduler(config, pools)
+        self._scheduler = Scheduler(config, pools, rule=layout.rule)
         watched = frozenset(SequenceId(number) for number in watch)
         self.engine = Engine(
             self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, watched)

@@ -1,7 +1,7 @@
 """The promise of test_exactness.py for windows in rings: state that was kept changes no bit either."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shoal.kernels import library
 from shoal.kernels.cpu import CpuBackend
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_mistral, tiny_qwen3
+from tests.oracle.recording import Served, Setup, greedy, serve
 from tests.oracle.stepping import Pages, poison
 from tests.oracle.stepping import Piece as Chunk
 
@@ -298,6 +299,34 @@ class Machine:
     def num_bytes(self, pieces: Sequence[Piece]) -> int:
         layout, num_blocks = self.memory.layout, sum(piece.block != NO_BLOCK for piece in pieces)
         return num_blocks * layout.blocks.bytes_per_block + (len(pieces) - num_blocks) * layout.segment_bytes
+
+
+@pytest.mark.parametrize(("name", "dropped"), [("mistral of 8", 3), ("mistral of 64", 1), ("qwen3 of 24", 1)])
+def test_a_hit_computes_again_what_is_not_stored(
+    models: dict[str, LoadedModel], name: str, dropped: int
+) -> None:
+    """Through the scheduler: a prompt, its next turn in an engine full of others', and a cold one."""
+    prompt, again = TOKENS[:200], -(-dropped * (WINDOW[name] - 1) // BLOCK)
+    setup = Setup(
+        backend=BACKEND,
+        block_size=BLOCK,
+        max_num_batched_tokens=50,
+        max_num_seqs=4,
+        num_blocks=60,
+        max_model_len=MAX_MODEL_LEN,
+        num_dropped_layers=dropped,
+    )
+    cold = serve(models[name], setup, [greedy("it", prompt, 10)])
+    served = Served(models[name], replace(setup, prefix_cache="radix"), watch=[5])
+    served.serve([greedy(f"other {n}", tokens, 3) for n, tokens in enumerate(OTHERS)])
+    served.serve([greedy("first turn", prompt[:150], 1)])
+    recording = served.serve([greedy("it", prompt, 10)])
+    boundary = 150 // BLOCK
+    assert recording.num_cached_tokens["it"] == (boundary - again) * BLOCK
+    ours, expected = recording.digests[SequenceId(5)], cold.digests[SequenceId(1)]
+    assert ours.keys() == {p for p in expected if p >= (boundary - again) * BLOCK}
+    assert all(ours[p] == expected[p] for p in ours if p >= boundary * BLOCK)
+    assert recording.tokens["it"] == cold.tokens["it"]
 
 
 @pytest.mark.parametrize(
