@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from tests.cluster.served import Served, wait_for
-from tests.cluster.test_failures import everybody_is_back, pid
+from tests.cluster.test_failures import pid
 from tests.cluster.test_prefixes import CACHED, cached_tokens
 
 SHARE = 200 * 3 // 10
@@ -37,6 +37,11 @@ def stored(served: Served) -> set[bytes]:
     return set(ray.get(served.actor(name).snapshot.remote(), timeout=10).block_keys)
 
 
+def knows_its_store(served: Served) -> bool:
+    (name,) = served.engine_names()
+    return bool(ray.get(served.actor(name).__ray_call__.remote(lambda engine: engine._own_store), timeout=60))
+
+
 def believed(served: Served, store: str) -> frozenset[bytes]:
     held: dict[str, frozenset[bytes]] = ray.get(served.actor("router").held.remote(), timeout=10)
     return held.get(store, frozenset())
@@ -60,7 +65,9 @@ def test_an_engine_that_takes_the_place_of_a_killed_one_has_what_that_one_saved(
     wait_for(lambda: stored(with_store) >= set(computed), "all is saved")
     wait_for(lambda: believed(with_store, store) >= set(computed), "the router knows")
     os.kill(pid(with_store, engine), signal.SIGKILL)
-    wait_for(lambda: everybody_is_back(with_store, but=engine), "a new engine")
+    wait_for(lambda: with_store.engine_names() not in ([], [engine]), "a new engine")
+    wait_for(lambda: knows_its_store(with_store), "it is ready and introduced")
+    wait_for(lambda: with_store.get("/ready") == 200, "it is placed on")
     assert cached_tokens(with_store, 401) == CACHED
 
 
