@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -102,9 +101,6 @@ class StoreActor:
     async def used_bytes(self) -> int:
         """Of the budget, what is coming included."""
         return self._store.used_bytes
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     async def check(self) -> None:
         """Raises AssertionError if the books disagree with each other."""

@@ -1,7 +1,6 @@
 """An engine without a model: all of its dealings with stores, over memory that is only bytes."""
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -165,9 +164,6 @@ class BytesEngine:
 
     async def staged_bytes(self) -> int:
         return self._link.staging.used_bytes
-
-    async def pid(self) -> int:
-        return os.getpid()
 
     async def memcpy(self, num_blocks: int) -> float:
         """Seconds that copying so many blocks within this process takes."""

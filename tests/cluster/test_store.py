@@ -67,7 +67,7 @@ def nodes(two_nodes: tuple[str, str]) -> Iterator[Nodes]:
 
 
 def kill(actor: Any) -> None:
-    os.kill(ray.get(actor.pid.remote(), timeout=10), signal.SIGKILL)
+    os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=10), signal.SIGKILL)
 
 
 def test_what_an_engine_saved_is_read_on_another_node_after_its_death(nodes: Nodes) -> None:
@@ -80,7 +80,7 @@ def test_what_an_engine_saved_is_read_on_another_node_after_its_death(nodes: Nod
     assert ray.get(writer.counts.remote(), timeout=10) == (8 * BLOCK_BYTES, {})
     kill(writer)
     with pytest.raises(ray.exceptions.RayActorError):
-        ray.get(writer.pid.remote(), timeout=10)
+        ray.get(writer.counts.remote(), timeout=10)
     _, failure = ray.get(reader.fetch.remote("store", path), timeout=2 * DEADLINE_S)
     assert failure is None
     assert ray.get(reader.checksums.remote(8), timeout=10) == saved
