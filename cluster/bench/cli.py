@@ -99,6 +99,42 @@ def store(
 
 
 @app.command()
+def reuse(
+    model: Annotated[str | None, typer.Argument(help="As for `shoal serve`.")] = None,
+    *,
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Are reused; made up to whole blocks.")] = 4096,
+    rounds: Annotated[int, typer.Option(min=1, help="Each with a fresh prompt.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="Of each engine; one works at a time.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+) -> None:
+    """Time to first token with a prefix nowhere, on the device, in its node's store, in another node's."""
+    from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
+    from shoal.cluster.bench.reuse import ReuseError, measure, report  # noqa: PLC0415
+    from shoal.cluster.bench.reuse_nodes import OUTPUT_TOKENS, started  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
+
+    console = Console()
+    block_size = 128
+    prefix_tokens = -(-prefix_tokens // block_size) * block_size
+    prompt_tokens = prefix_tokens + block_size
+    with one_line_errors(ModelSourceError, ReuseError):
+        _check_writable(json_file)
+        checkpoint = resolve_model(model)
+        config = EngineConfig(
+            checkpoint=str(checkpoint.directory),
+            max_model_len=prompt_tokens + OUTPUT_TOKENS,
+            memory_bytes=2 << 30,
+            threads=threads or len(os.sched_getaffinity(0)),
+            block_size=block_size,
+            max_num_seqs=4,
+        )
+        with started(config, prompt_tokens) as nodes:
+            measured = measure(nodes, prefix_tokens, block_size=block_size, rounds=rounds, console=console)
+    about = {"model": checkpoint.name, "threads": config.threads, "prompt_tokens": prompt_tokens}
+    report(measured, about, json_file, console)
+
+
+@app.command()
 def serve(
     *,
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
