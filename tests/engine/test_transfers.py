@@ -463,6 +463,21 @@ def test_a_reset_makes_those_that_fetch_compute_and_takes_nothing_of_what_comes(
     assert bench.drained()
 
 
+@pytest.mark.parametrize("landing", [False, True])
+def test_who_comes_after_a_reset_does_not_wait_for_what_was_begun_before_it(landing: bool) -> None:
+    bench = an_engine(filled())
+    submit(bench, "before", PROMPT)
+    if landing:
+        bench.carrier.land()
+    bench.engine.reset_prefix_cache()
+    submit(bench, "after", PROMPT)
+    bench.carrier.run()
+    bench.engine.check()
+    assert finish(bench, "after", PROMPT) == 24
+    assert bench.cached_by_place["after"] == CachedTokens(own_store=24)
+    assert bench.drained()
+
+
 def test_what_has_been_computed_here_meanwhile_is_not_held_twice() -> None:
     bench = an_engine(filled())
     submit(bench, "it", PROMPT)
