@@ -467,6 +467,38 @@ def test_a_reset_makes_those_that_fetch_compute_and_takes_nothing_of_what_comes(
     assert bench.drained()
 
 
+@pytest.mark.parametrize("landing", [False, True])
+def test_who_comes_after_a_reset_does_not_wait_for_what_was_begun_before_it(landing: bool) -> None:
+    bench = an_engine(filled())
+    submit(bench, "before", PROMPT)
+    if landing:
+        bench.carrier.land()
+    bench.engine.reset_prefix_cache()
+    submit(bench, "after", PROMPT)
+    bench.carrier.run()
+    bench.engine.check()
+    assert finish(bench, "after", PROMPT) == 24
+    assert bench.cached_by_place["after"] == CachedTokens(own_store=24)
+    assert bench.drained()
+
+
+def test_what_was_known_of_the_stores_is_forgotten_with_a_reset() -> None:
+    bench = an_engine(filled(), max_num_seqs=1)
+    bench.submit(a_request("runs", [1, 2, 3], max_tokens=2))
+    bench.step()
+    submit(bench, "waits", PROMPT, max_tokens=8)
+    bench.engine.reset_prefix_cache()
+    bench.carrier.run()
+    while not bench.tokens["waits"]:
+        bench.step()
+    (waited,) = bench.scheduler._running
+    bench.scheduler._preempt(waited)
+    bench.step()
+    bench.pools.prefix_cache.evict(bench.pools.prefix_cache.num_evictable)
+    assert finish(bench, "waits", PROMPT) == 0
+    assert bench.scheduler.num_fetches == 0
+
+
 def test_what_has_been_computed_here_meanwhile_is_not_held_twice() -> None:
     bench = an_engine(filled())
     submit(bench, "it", PROMPT)
