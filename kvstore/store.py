@@ -85,6 +85,7 @@ class KVStore(Generic[T]):
         self._lease_s = lease_s
         self._held: dict[str, _Held[T]] = {}
         self._coming: dict[str, Extent] = {}
+        self._void: set[str] = set()  # of what is coming, that which a reset has overtaken
         self._where: dict[BlockKey, str] = {}
         self._builds_upon: dict[BlockKey, set[str]] = {}
         self._interior: OrderedDict[str, None] = OrderedDict()
@@ -124,6 +125,9 @@ class KVStore(Generic[T]):
 
     def put_end(self, extent_id: str, ticket: T) -> None:
         """The bytes are there, whole: from here on they are found. Raises KeyError if nothing was coming."""
+        if extent_id in self._void:
+            self.put_abort(extent_id)
+            return
         extent = self._coming.pop(extent_id)
         found = [key for key in extent.keys if key not in self._where]
         if not found:  # somebody else was faster
@@ -139,6 +143,7 @@ class KVStore(Generic[T]):
 
     def put_abort(self, extent_id: str) -> None:
         """The bytes will not come. An extent that is not coming is passed over."""
+        self._void.discard(extent_id)
         if (extent := self._coming.pop(extent_id, None)) is not None:
             self.used_bytes -= cost(extent)
             self.counts.failed_extents += 1
@@ -176,7 +181,8 @@ class KVStore(Generic[T]):
                 self._drop(extent_id)
 
     def reset(self) -> None:
-        """Everything that is found goes, read or not; what is coming still comes."""
+        """Everything that is found goes, read or not, and what is coming will not be found."""
+        self._void.update(self._coming)
         self.changes.note(self._where, stored=False)
         self._where.clear()
         for extent_id in list(self._held):
@@ -185,6 +191,7 @@ class KVStore(Generic[T]):
     def check(self) -> None:
         """Raise AssertionError if the books disagree with each other."""
         extents = [held.extent for held in self._held.values()]
+        assert self._void <= self._coming.keys()
         assert self.used_bytes == sum(cost(extent) for extent in [*extents, *self._coming.values()])
         assert 0 <= self.used_bytes <= self.budget_bytes
         where = {key: i for i, held in self._held.items() for key in held.found}

@@ -187,7 +187,11 @@ class EngineActor:
         return PrefixSnapshot(engine_id=self._engine_id, sequence=sequence, block_keys=keys)
 
     async def reset_prefix_cache(self) -> None:
-        await self._ask(Engine.reset_prefix_cache)
+        def reset(engine: Engine) -> None:
+            engine.reset_prefix_cache()
+            self._link.saver.forget()
+
+        await self._ask(reset)
 
     async def _ask(self, question: Callable[[Engine], T]) -> T:
         """What the engine answers between two steps."""

@@ -89,6 +89,7 @@ class Saver:
         self._clock = clock
         self._extent_ids = (f"{engine_id}/{number}" for number in count(1))
         self._is_copying = False
+        self._is_copy_void = False
         self._paused_until = 0.0
         self.has_store = False
         """Without one nothing is taken."""
@@ -118,17 +119,24 @@ class Saver:
             self._paused_until = self._clock() + PAUSE_S
         self.advance()
 
+    def forget(self) -> None:
+        """The prefix cache has been reset: what no store has by now is not offered to any."""
+        self._staging.clear()
+        self._is_copy_void = self._is_copying
+
     def _copied(self, pieces: Sequence[Piece], copying: Future[list[Staged]]) -> None:
         self._is_copying = False
+        is_void, self._is_copy_void = self._is_copy_void, False
         self._scheduler.saved(pieces)
         if (error := copying.exception()) is not None:
             logger.error("a copy off the device failed", exc_info=error)
             self.lost_bytes["copy_failed"] += sum(map(self._size, pieces))
             self._paused_until = self._clock() + PAUSE_S
             return
-        for extent, data in copying.result():
-            self._staging.hold(extent, data)
-        self._offer([extent for extent, _ in copying.result()])
+        if not is_void:
+            for extent, data in copying.result():
+                self._staging.hold(extent, data)
+            self._offer([extent for extent, _ in copying.result()])
         self.advance()
 
     def _copy(self, pieces: Sequence[Piece]) -> list[Staged]:

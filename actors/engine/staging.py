@@ -42,6 +42,10 @@ class Staging:
         parts = [data[e.offset : e.offset + e.size] for e in extent.entries if e.key in wanted]
         return data if len(parts) == len(extent.entries) else np.concatenate(parts)
 
+    def clear(self) -> None:
+        with self._lock:
+            self._extents.clear()
+
     def drop(self, extent_ids: Iterable[str]) -> None:
         with self._lock:
             for extent_id in extent_ids:

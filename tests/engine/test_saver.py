@@ -186,3 +186,17 @@ def test_a_copy_that_fails_lets_go_of_its_pieces() -> None:
 
 def test_the_fake_pieces_are_one_of_two_kinds() -> None:
     assert b("a", 0).block != NO_BLOCK and s("a", 0).block == NO_BLOCK
+
+
+def test_a_reset_overtakes_what_is_being_copied_and_what_is_staged() -> None:
+    desk = Desk()
+    desk.save(b("a", 0))
+    desk.copy()
+    desk.save(b("a", 1))
+    desk.saver.forget()
+    desk.copy()
+    assert desk.names() == [["a0"]] and desk.staging.used_bytes == 0
+    assert desk.scheduler.pinned == []
+    desk.save(b("a", 2))
+    desk.copy()
+    assert desk.names() == [["a0"], ["a2"]], "what comes afterwards is saved again"

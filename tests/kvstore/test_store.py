@@ -238,6 +238,8 @@ def test_after_a_reset_nothing_is_found_but_what_comes_afterwards() -> None:
     store.put_end("engine/b0-2", "bytes")
     store.release(lease)
     store.check()
+    assert len(store) == 0 and store.used_bytes == 0
+    put(store, blocks("b", 0, 2))
     assert block("b", 1) in store
 
 
