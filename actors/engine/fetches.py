@@ -267,6 +267,7 @@ class Fetches:
         fetching = [sequence for underway in self._underway.values() for sequence in underway.waiting]
         for underway in self._underway.values():
             underway.is_void = True
+        self._coming.clear()  # who comes from now on is not to wait for any of it
         for sequence in [*self._kept, *fetching]:
             sequence.fetched.clear()
             sequence.num_promised = 0

@@ -184,11 +184,10 @@ class Scheduler:
         self._pools.prefix_cache.reset()
         self._saves.forget()
         self._fetches.reset()
-        for sequence in self._waiting:
-            sequence.may_fetch = False
         for sequence in self._running:
             self._sharing.stop(sequence)
-            sequence.sources = ()
+        for sequence in self._sequences.values():
+            sequence.may_fetch, sequence.sources = False, ()  # also should it be preempted later
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nothing can run, be it only until the step in flight is committed."""
