@@ -265,7 +265,6 @@ class Fetches:
     def reset(self) -> None:
         """What was saved is not what would be computed now: those who wait compute."""
         fetching = [sequence for underway in self._underway.values() for sequence in underway.waiting]
-        self._coming.clear()
         for underway in self._underway.values():
             underway.is_void = True
         self._coming.clear()  # who comes from now on is not to wait for any of it

@@ -109,6 +109,7 @@ def reuse(
 ) -> None:
     """Time to first token with a prefix nowhere, on the device, in its node's store, in another node's."""
     from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
+    from shoal.actors.engine.models.decoder_config import load_config, longest_length  # noqa: PLC0415
     from shoal.cluster.bench.reuse import ReuseError, measure, report  # noqa: PLC0415
     from shoal.cluster.bench.reuse_nodes import OUTPUT_TOKENS, started  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
@@ -120,6 +121,9 @@ def reuse(
     with one_line_errors(ModelSourceError, ReuseError):
         _check_writable(json_file)
         checkpoint = resolve_model(model)
+        limit = longest_length(load_config(checkpoint.directory))
+        if prompt_tokens + OUTPUT_TOKENS > limit:
+            raise ValueError(f"--prefix-tokens {prefix_tokens} is too long: the model ends at {limit} tokens")
         config = EngineConfig(
             checkpoint=str(checkpoint.directory),
             max_model_len=prompt_tokens + OUTPUT_TOKENS,

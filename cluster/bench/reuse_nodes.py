@@ -7,6 +7,7 @@ from itertools import count, takewhile
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
@@ -44,7 +45,13 @@ class RayEngine:
         self._ids = count()
 
     def start(self) -> EngineInfo:
-        info: EngineInfo = ray.get(self._actor.start.remote(), timeout=START_DEADLINE_S)
+        """Raises ReuseError with what the engine says of the configuration."""
+        try:
+            info: EngineInfo = ray.get(self._actor.start.remote(), timeout=START_DEADLINE_S)
+        except RayTaskError as error:
+            if not isinstance(error.cause, ValueError):
+                raise
+            raise ReuseError(str(error.cause)) from error
         self._stream = self._actor.stream.options(num_returns="streaming").remote(INGRESS)
         return info
 

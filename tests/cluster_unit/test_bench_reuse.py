@@ -17,6 +17,7 @@ from shoal.actors.messages import CachedTokens, PrefixSource, StoreId
 from shoal.cluster.bench import reuse
 from shoal.cluster.bench.cli import app
 from shoal.cluster.bench.reuse import Answer, ReuseError, TwoNodes, check, measure, rows_of
+from tests.checkpoints import tiny_llama
 
 BLOCK, PREFIX = 16, 64
 STORE = StoreId("store")
@@ -126,3 +127,10 @@ def test_a_model_that_is_not_there_is_one_line() -> None:
     result = CliRunner().invoke(app, ["reuse", "/nowhere/at/all"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert result.output.startswith("error: /nowhere/at/all is not a directory")
+
+
+def test_a_prefix_longer_than_the_model_is_one_line(tmp_path: Path) -> None:
+    checkpoint = str(tiny_llama(tmp_path))
+    result = CliRunner().invoke(app, ["reuse", checkpoint, "--prefix-tokens", "400"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert result.output == "error: --prefix-tokens 512 is too long: the model ends at 512 tokens\n"
