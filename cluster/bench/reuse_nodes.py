@@ -113,19 +113,20 @@ class RayStore:
         """info: of an engine that saves to it, whose keys it will be asked for."""
         self._root = root_key(info.fingerprint, "")
         self._block_size = block_size
-        self._has_segments = info.segment_bytes > 0
+        self._rule = info.rule
         ray.get(self.actor.start.remote(), timeout=CALL_DEADLINE_S)
 
     def sources(self, prompt: Sequence[int]) -> tuple[PrefixSource, ...]:
-        """Waits until it has all blocks and the segment of the last one that can be reused."""
+        """Waits until it has all blocks, and the segments with which all but the last can be reused."""
         keys = extend_keys(self._root, prompt, self._block_size)
+        needed = set(self._rule.segments_at(len(keys) - 1))
         deadline = time.monotonic() + CALL_DEADLINE_S
         while True:
             snapshot = ray.get(self.actor.snapshot.remote(), timeout=CALL_DEADLINE_S)
             held = frozenset(snapshot.block_keys)
             end = sum(1 for _ in takewhile(held.__contains__, keys))
             segments = tuple(i for i in range(end) if segment_key(keys[i]) in held)
-            if end == len(keys) and (len(keys) - 2 in segments or not self._has_segments):
+            if end == len(keys) and needed <= set(segments):
                 return (PrefixSource(store_id=self.store_id, first=0, end=end, segments=segments),)
             if time.monotonic() > deadline:
                 raise ReuseError(f"{end} of {len(keys)} blocks were saved within {CALL_DEADLINE_S:.0f} s")
