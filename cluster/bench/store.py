@@ -83,6 +83,13 @@ def _measure(case: Case, store: Any, here: str, there: str, console: Console) ->
         [BlockKey(f"{case.what} {turn} {i}".encode()) for i in range(case.num_blocks)] for turn in count()
     )
 
+    def save(keys: list[BlockKey]) -> float:
+        seconds = float(ray.get(writer.save.remote(keys), timeout=DEADLINE_S))
+        _, lost = ray.get(writer.counts.remote(), timeout=DEADLINE_S)
+        if lost:
+            raise RuntimeError(f"bytes were lost: {lost}")
+        return seconds
+
     def fetch(engine: Any, keys: list[BlockKey]) -> float:
         seconds, failure = ray.get(engine.fetch.remote(STORE, keys), timeout=DEADLINE_S)
         if failure is not None:
@@ -91,7 +98,7 @@ def _measure(case: Case, store: Any, here: str, there: str, console: Console) ->
         return taken
 
     operations: dict[str, Callable[[list[BlockKey]], float]] = {
-        "save": lambda keys: float(ray.get(writer.save.remote(keys), timeout=DEADLINE_S)),
+        "save": save,
         "fetch, own node": lambda keys: fetch(neighbour, keys),
         "fetch, other node": lambda keys: fetch(remote, keys),
         "TCP": lambda _: float(ray.get(remote.receive_tcp.remote(port, case.num_blocks), timeout=DEADLINE_S)),

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-NODE_DEADLINE_S = 60.0
+NODE_DEADLINE_S = 120.0
 _ANY_PORTS = ("node-manager-port", "object-manager-port", "min-worker-port", "max-worker-port")
 
 
@@ -33,6 +33,7 @@ def two_nodes(object_store_bytes: int) -> Iterator[tuple[str, str]]:
         )
         with another_node(object_store_bytes) as there:
             yield ray.get_runtime_context().get_node_id(), there
+            ray.shutdown()  # first, or it would complain at length that the other node is gone
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
@@ -51,7 +52,11 @@ def another_node(object_store_bytes: int) -> Iterator[str]:
         yield _wait_for_new_node(known, process)
     finally:
         process.terminate()
-        process.wait(timeout=NODE_DEADLINE_S)
+        try:
+            process.wait(timeout=NODE_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()  # Ray's reaper ends what it had started
+            process.wait()
 
 
 def on(node: str) -> Any:
