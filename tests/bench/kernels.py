@@ -3,8 +3,6 @@
 The ceilings, memory reads and fused multiply-adds of all threads, are measured between the kernels, so that
 other load on the machine weighs on both. A kernel's floor is the longer of what its bytes and what its
 operations take at the ceilings; 100% is a kernel at its floor.
-
-`--one-step BATCH` runs one step of BATCH rows and nothing else, for tools that count instructions.
 """
 
 import argparse
@@ -84,16 +82,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.5, help="for each kernel")
     parser.add_argument("--json", type=Path, help="also write the figures here")
-    parser.add_argument(
-        "--one-step", type=int, metavar="BATCH", help="run it, at context 256; measure nothing"
-    )
     args = parser.parse_args()
     torch.set_num_threads(1)  # its threads would spin on the cores that are measured
     world = World(args.threads)
     with tempfile.TemporaryDirectory() as directory, torch.inference_mode():
-        if args.one_step:
-            world.step(args.one_step, 256)[0].run()
-            return
         ceilings = Ceilings(args.threads, Path(directory))
         measured = measure(world, ceilings, args.seconds)
     reads, fma = ceilings.bytes_per_s / 1e9, ceilings.flops_per_s / 1e9
