@@ -126,6 +126,8 @@ def _attention(
     dtype = limits.dtype or "float32"
     if dtype == "float8":
         raise ValueError(f"--kv-cache-dtype float8: {architecture_of(hf)} keeps float32 or bfloat16")
+    if limits.block_size % 16:
+        raise ValueError(f"--block-size {limits.block_size} must be a multiple of 16, as engines ask")
     layout = model_layout(
         windows,
         num_kv_heads=num_kv_heads,

@@ -24,6 +24,7 @@ from shoal.actors.engine.models.decoder_config import LeanModel, load_config, lo
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.sources import resolve_model
@@ -76,7 +77,7 @@ class ServeOptions:
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     checkpoint = resolve_model(options.model, revision=options.revision)
-    max_model_len, lean = _read_config(checkpoint.directory, options.max_model_len)
+    max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
         name=options.served_model_name or checkpoint.name,
         checkpoint=str(checkpoint.directory),
@@ -103,14 +104,16 @@ def serve(options: ServeOptions, console: Console) -> None:
             console.print("stopping")
 
 
-def _read_config(checkpoint: Path, wanted: int | None) -> tuple[int, LeanModel | None]:
+def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
     """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
-    hf = load_config(checkpoint)
+    hf, wanted = load_config(checkpoint), options.max_model_len
     model_config(hf)
     limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
         raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
     max_model_len = wanted or usual_length(hf)
+    if options.num_dropped_layers:
+        footprint(hf, Limits(max_model_len=max_model_len, num_dropped_layers=options.num_dropped_layers))
     return max_model_len, lean_model(hf, max_model_len)
 
 
@@ -130,13 +133,20 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     _check_that_somebody_listens(address)
     try:
         context = ray.init(address=address, logging_level=logging.WARNING, **private)
-    except (ConnectionError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
+    except Exception as error:  # a bare one too, when a process of a Ray of our own does not start
+        if address == "local":
+            raise ServeError(f"Ray does not start here ({_reason(error)})") from error
+        raise ServeError(f"no Ray at {address} ({_reason(error)}): check --address or RAY_ADDRESS") from error
     try:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _reason(error: Exception) -> str:
+    """A line of what Ray says. That may be the end of a log: then the last error in it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return next((line for line in reversed(lines) if "Error" in line), lines[-1])
 
 
 def _object_store_of_our_own(kv_store_bytes: int | None) -> dict[str, int]:

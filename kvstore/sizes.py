@@ -3,7 +3,7 @@
 import re
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str, *, or_none: bool = False) -> int:
@@ -12,9 +12,12 @@ def parse_size(text: str, *, or_none: bool = False) -> int:
     or_none: 0 is an answer too.
     """
     match = _SIZE.fullmatch(text.strip())
-    if match is None or (float(match[1]) == 0 and not or_none):
-        raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    if match is not None:
+        number = float(match[1])
+        num_bytes = int(number * _UNITS[match[2].upper()])
+        if num_bytes or (or_none and number == 0):
+            return num_bytes
+    raise ValueError(f"{text!r} is not a memory size; write it like 4GiB or 512MiB")
 
 
 def format_size(num_bytes: int, *, up: bool = False) -> str:

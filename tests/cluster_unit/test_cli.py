@@ -42,6 +42,7 @@ def serve(*arguments: str) -> str:
         (["--kv-store-memory", "some"], "'some' is not a memory size"),
         (["--kv-write-policy", "sometimes"], "write_through"),
         (["--num-dropped-layers", "-1"], "--num-dropped-layers"),
+        (["--num-dropped-layers", "1"], "cannot drop 1 sliding layers"),
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),
         (["--engines", "0"], "--engines"),
     ],
@@ -72,6 +73,15 @@ def test_a_ray_that_does_not_answer(checkpoint: str) -> None:
     assert message in serve(checkpoint, "--address", "127.0.0.1:1")
 
 
+def test_a_ray_of_our_own_that_does_not_start(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("\nThe last lines of its log:\nOSError: Address already in use\n12:01 INFO server\n")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.init", init)
+    assert "Ray does not start here (OSError: Address already in use)" in serve(checkpoint)
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [("4GiB", 4 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("2 kb", 2048), ("1048576", 1 << 20)],
@@ -86,7 +96,8 @@ def test_0_is_a_size_where_none_is_an_answer() -> None:
         parse_size("0")
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 elephants", "1e9"])
-def test_what_is_not_a_size(text: str) -> None:
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "4 elephants", "1e9", "0.5", 400 * "9" + "TiB"])
+@pytest.mark.parametrize("or_none", [False, True])
+def test_what_is_not_a_size(text: str, or_none: bool) -> None:
     with pytest.raises(ValueError, match="is not a memory size"):
-        parse_size(text)
+        parse_size(text, or_none=or_none)

@@ -164,6 +164,8 @@ def test_a_table_and_json_say_the_same(tmp_path: Path) -> None:
         (QWEN3_06B, ("--num-dropped-layers", "1"), "0 have a window shorter than max_model_len 40960"),
         (DEEPSEEK_V4, ("--num-dropped-layers", "41"), "cannot leave 41 of 40 sliding layers unstored"),
         (DEEPSEEK_V4, ("--block-size", "64"), "must be a multiple of 128"),
+        (QWEN3_06B, ("--block-size", "17"), "must be a multiple of 16"),
+        (QWEN3_06B, ("--memory", 400 * "9" + "TiB"), "is not a memory size"),
         (QWEN3_06B, ("--revision", "main"), "needs a hub id"),
     ],
 )

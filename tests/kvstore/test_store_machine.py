@@ -25,7 +25,7 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.store: KVStore[Extent] = KVStore(BUDGET * UNIT, lambda: self.now, lease_s=LEASE_S)
-        self.num_offered = 0
+        self.num_offered = self.offered_before_reset = 0
         self.reported: set[BlockKey] = set()
         self.leased: dict[int, tuple[float, set[str]]] = {}
 
@@ -52,8 +52,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(extent=consumes(coming), whole=st.booleans())
     def end(self, extent: Extent, whole: bool) -> None:
+        before = self.store.keys()
         if whole:
             self.store.put_end(extent.extent_id, extent)
+            if int(extent.extent_id) <= self.offered_before_reset:
+                assert self.store.keys() == before, "what was made before a reset is found after it"
         else:
             self.store.put_abort(extent.extent_id)
 
@@ -88,6 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reset(self) -> None:
         self.store.reset()
         self.leased.clear()
+        self.offered_before_reset = self.num_offered
 
     @rule()
     def report(self) -> None:
