@@ -5,6 +5,8 @@ bytes are copied once, into the object store of the engine's node, and the store
 tickets are the references; whoever has one borrows the object, which stays as long as it is borrowed.
 """
 
+import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,10 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import Extent, Reading
 from shoal.kvstore.transfer import BytesLost
+
+# Ray warns of every ray.get in an async actor's process, on any thread. Ours wait on threads of their own, see
+# `_get`; and unlike a future that is given up, a ray.get that times out ends its transfer.
+os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
 
 class ObjectStore:
@@ -54,10 +60,20 @@ class RemoteStore:
 
 
 def _get(references: Any, timeout_s: float) -> Any:
-    """Not on an event loop's thread: it waits."""
+    """Waits. Raises RuntimeError on an event loop's thread, where it would hold up everybody else."""
+    if _is_event_loop_thread():
+        raise RuntimeError("an event loop would wait: read stores on another thread")
     try:
         return ray.get(references, timeout=max(0.0, timeout_s))
     except GetTimeoutError as error:
         raise TimeoutError(f"not within {timeout_s:.1f} s") from error
     except RayError as error:
         raise BytesLost(type(error).__name__) from error
+
+
+def _is_event_loop_thread() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

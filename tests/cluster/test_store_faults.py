@@ -1,0 +1,339 @@
+"""Deaths and shortages in the middle of saves and fetches: replies stay those of an engine without any cache,
+and nothing is held afterwards. Stores and engines that can be held say when the middle is."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import RayError
+
+from shoal.actors.engine.build import build_engine
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.messages import CachedTokens, EngineId, IngressId, PrefixSource
+from shoal.cluster.bench.two_nodes import another_node, on
+from shoal.kvstore.messages import StoreId
+from tests.checkpoints import tiny_gemma3
+from tests.cluster.served import wait_for
+from tests.cluster.watched import Answer, Filler, HeldStore, WatchedEngine, request
+
+BLOCK, NUM_BLOCKS = 16, 20
+OBJECT_STORE = 120 << 20
+BUDGET = 48 << 20
+CALL_S = 60.0
+FETCH_DEADLINE_S = 3.0
+
+Prompt = int
+"""The first token of one, and so a prefix of its own: all go on with the same."""
+
+prompts = count(3)
+
+
+def tokens(prompt: Prompt) -> list[int]:
+    """Some more than the blocks of its prefix hold."""
+    return [prompt, *(3 + (i * i) % 500 for i in range(NUM_BLOCKS * BLOCK + 4))]
+
+
+WHOLE = NUM_BLOCKS * BLOCK
+
+
+def get(reference: Any) -> Any:
+    return ray.get(reference, timeout=CALL_S)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    """Rings beside paged layers, so that there are segments; heads so wide that extents are real objects."""
+    checkpoint = tiny_gemma3(tmp_path_factory.mktemp("gemma3"), head_dim=128)
+    return EngineConfig(
+        checkpoint=str(checkpoint),
+        max_model_len=512,
+        memory_bytes=100 << 20,
+        threads=1,
+        block_size=BLOCK,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(config: EngineConfig) -> Callable[[Prompt], Answer]:
+    """What an engine without any cache answers."""
+    engine = build_engine(replace(config, prefix_cache="naive")).engine
+
+    def answer(prompt: Prompt) -> Answer:
+        replies = engine.submit(request("alone", tokens(prompt)), IngressId("alone"))
+        while engine.has_work:
+            replies += engine.step()
+        return Answer.of([reply.chunk for reply in replies])
+
+    return answer
+
+
+class Store:
+    """On a node of its own engines. Named by all requests as one that has all of their prompts."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.store_id = StoreId(name)
+        self.actor = actor
+
+    @property
+    def sources(self) -> tuple[PrefixSource, ...]:
+        segments = tuple(range(NUM_BLOCKS))
+        return (PrefixSource(store_id=self.store_id, first=0, end=NUM_BLOCKS, segments=segments),)
+
+    def hold(self, point: str, let_pass: int = 0) -> None:
+        get(self.actor.hold.remote(point, let_pass))
+
+    def wait_until_held(self, *points: str) -> None:
+        for point in points:
+            get(self.actor.is_held.remote(point))
+
+    def let_go(self, *points: str) -> None:
+        for point in points:
+            get(self.actor.let_go.remote(point))
+
+    def is_left_alone(self) -> None:
+        wait_for(
+            lambda: get(self.actor.held.remote()) == {}, "no lease, and nothing that is coming", within_s=10
+        )
+
+    def kill(self) -> None:
+        kill(get(self.actor.pid.remote()))
+        wait_for(lambda: is_dead(self.actor), "its death is known")
+
+
+@dataclass
+class Process:
+    """An engine."""
+
+    actor: Any
+
+    def use(self, store: Store, *, own: bool) -> None:
+        stores = {store.store_id: store.actor}
+        get(self.actor.use_stores.remote(stores, store.store_id if own else None))
+
+    def ask(self, prompt: Prompt, store: Store | None = None) -> Any:
+        sources = store.sources if store else ()
+        return self.actor.answer.remote(request(f"request {next(prompts)}", tokens(prompt), sources))
+
+    def save(self, prompt: Prompt) -> None:
+        get(self.ask(prompt))
+        self.is_drained()
+
+    def forget(self) -> None:
+        get(self.actor.reset_prefix_cache.remote())
+
+    def fallbacks(self) -> dict[str, int]:
+        counts: dict[str, int] = get(self.actor.fallbacks.remote())
+        return counts
+
+    def is_drained(self, within_s: float = 20.0) -> None:
+        held: dict[str, int] = {}
+
+        def nothing_is_held() -> bool:
+            held.clear()
+            held.update(get(self.actor.held.remote()))
+            return not held
+
+        with suppress(AssertionError):
+            wait_for(nothing_is_held, "nothing is held", within_s=within_s)
+        assert held == {}
+
+
+def is_dead(actor: Any) -> bool:
+    try:
+        get(actor.pid.remote())
+    except RayError:
+        return True
+    return False
+
+
+@dataclass
+class Nodes:
+    """Prefixes are saved `there`, in a store of that node, and fetched `here`."""
+
+    here: str
+    there: str
+    config: EngineConfig
+    actors: list[Any] = field(default_factory=list)
+    _writer: Process | None = None
+
+    def start(self, node: str, actor_class: type, *args: Any) -> Any:
+        remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
+        self.actors.append(remote.remote(*args))
+        return self.actors[-1]
+
+    def store(self, name: str) -> Store:
+        store = Store(name, self.start(self.there, HeldStore, StoreId(name), BUDGET))
+        get(store.actor.start.remote())
+        return store
+
+    def engine(self, node: str) -> Process:
+        name = EngineId(f"engine {len(self.actors)}")
+        actor = self.start(node, WatchedEngine, name, self.config, FETCH_DEADLINE_S)
+        assert get(actor.start.remote()).node == node
+        return Process(actor)
+
+    def living_writer(self) -> Process:
+        if self._writer is None or is_dead(self._writer.actor):
+            self._writer = self.engine(self.there)
+        return self._writer
+
+
+@pytest.fixture(scope="module")
+def nodes(ray_address: str, config: EngineConfig) -> Iterator[Nodes]:
+    with another_node(object_store_bytes=OBJECT_STORE) as there:
+        nodes = Nodes(ray.get_runtime_context().get_node_id(), there, config)
+        yield nodes
+        for actor in nodes.actors:
+            ray.kill(actor)
+
+
+@pytest.fixture
+def writer(nodes: Nodes) -> Process:
+    return nodes.living_writer()
+
+
+@pytest.fixture(scope="module")
+def shared_reader(nodes: Nodes) -> Process:
+    return nodes.engine(nodes.here)
+
+
+@pytest.fixture
+def reader(shared_reader: Process) -> Iterator[Process]:
+    shared_reader.fallbacks()
+    yield shared_reader
+    shared_reader.is_drained()
+
+
+Alone = Callable[[Prompt], Answer]
+
+
+def test_a_store_killed_while_it_takes_and_while_it_gives(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    store, a, b = nodes.store("first"), next(prompts), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    store.hold("save", let_pass=1)
+    assert get(writer.ask(b)) == alone(b), "no reply waits for what is being saved"
+    store.hold("read")
+    asked = reader.ask(a, store)
+    store.wait_until_held("save", "read")
+    store.kill()
+    assert get(asked) == alone(a)
+    assert get(reader.ask(b, store)) == alone(b)
+    assert reader.fallbacks() == {"store_lost": 2}
+    writer.is_drained()
+    assert get(writer.actor.unsaved.remote())["store_lost"] > 0
+
+    store = nodes.store("its successor")
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    reader.forget()
+    answer = get(reader.ask(a, store))
+    assert answer == alone(a)
+    assert answer.cached == CachedTokens(other_store=WHOLE)
+    reader.is_drained()
+    store.is_left_alone()
+
+
+def test_a_store_killed_between_its_answer_and_the_bytes(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    store, a = nodes.store("answered"), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    get(reader.actor.hold_transfer.remote())
+    asked = reader.ask(a, store)
+    get(reader.actor.transfer_is_held.remote())
+    store.kill()
+    get(reader.actor.let_transfer_go.remote())
+    assert get(asked) == alone(a)
+    assert reader.fallbacks() == {"store_lost": 1}
+
+
+def test_an_engine_killed_while_it_is_saved_from_and_while_its_prefix_is_fetched(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    store, a, b = nodes.store("survivor"), next(prompts), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    store.hold("save", let_pass=1)
+    get(writer.ask(b))
+    store.hold("read")
+    asked = reader.ask(a, store)
+    store.wait_until_held("save", "read")
+    kill(get(writer.actor.pid.remote()))
+    wait_for(lambda: is_dead(writer.actor), "its death is known")
+    store.let_go("save", "read")
+    answer = get(asked)
+    assert answer == alone(a)
+    assert answer.cached == CachedTokens(other_store=WHOLE), "what was saved is not the engine's any more"
+    assert reader.fallbacks() == {}
+    store.is_left_alone()
+    answer = get(reader.ask(b, store))
+    assert answer == alone(b)
+    assert answer.cached.total < WHOLE
+    assert reader.fallbacks() == {"missing": 1}
+    store.is_left_alone()
+
+
+def test_another_job_fills_the_object_stores(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    store, a, b = nodes.store("crowded"), next(prompts), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    fillers = [nodes.start(nodes.there, Filler), nodes.start(nodes.here, Filler)]
+    get(fillers[0].fill.remote(OBJECT_STORE, 4 << 20))
+    writer.save(a)
+    get(fillers[1].fill.remote(200 << 20, 4 << 20))
+    assert get(reader.ask(a, store)) == alone(a)
+    assert sum(reader.fallbacks().values()) <= 1
+    reader.is_drained()
+    store.is_left_alone()
+    for filler in fillers:
+        get(filler.empty.remote())
+    writer.save(b)
+    answer = get(reader.ask(b, store))
+    assert answer == alone(b)
+    assert answer.cached == CachedTokens(other_store=WHOLE)
+
+
+def test_a_node_killed_while_its_store_gives(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    store, a, b, c = nodes.store("lost"), next(prompts), next(prompts), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    for prompt in (a, b):
+        writer.save(prompt)
+    get(reader.actor.hold_transfer.remote())
+    answered = reader.ask(a, store)
+    get(reader.actor.transfer_is_held.remote())
+    store.hold("read")
+    asked = reader.ask(b, store)
+    store.hold("save")
+    get(writer.ask(c))
+    store.wait_until_held("read", "save")
+    kill(get(store.actor.raylet_pid.remote()))
+    get(reader.actor.let_transfer_go.remote())
+    assert get(asked) == alone(b)
+    assert get(answered) == alone(a)
+    assert get(reader.ask(c, store)) == alone(c)
+    assert set(reader.fallbacks()) <= {"store_lost", "deadline"}
