@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -84,9 +83,6 @@ class EngineActor:
     async def _start(self) -> EngineInfo:
         from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
 
-        # Fetches wait in ray.get on threads of their own. Ray warns of that in an async actor all the same,
-        # and an operator would read that the event loop is blocked.
-        os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
         built = await asyncio.to_thread(build_engine, self._config)
         self._stalled_after_s = max(LEAST_STALL_S, STALL_STEPS * built.largest_step_s)
         self._events = asyncio.get_running_loop()
