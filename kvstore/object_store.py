@@ -19,8 +19,8 @@ from shoal.kvstore.calls import within
 from shoal.kvstore.messages import Extent, Reading
 from shoal.kvstore.transfer import BytesLost
 
-# Ray warns of every ray.get in an async actor's process, on any thread. Ours wait on threads of their own, see
-# `_get`; and unlike a future that is given up, a ray.get that times out ends its transfer.
+# Ray warns of every ray.get in an async actor's process, on any thread. Ours wait on threads of their own,
+# see `_get`; and unlike a future that is given up, a ray.get that times out ends its transfer.
 os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
 

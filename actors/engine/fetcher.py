@@ -39,7 +39,7 @@ class FetchesWhat(Protocol):
     def take_fetches(self) -> list[Fetch]: ...
 
     def land(self, fetch_id: FetchId, keys: Sequence[BlockKey]) -> list[Piece]:
-        """Room for these, as far as there is; it stays until the fetch has ended."""
+        """Room for these, as far as they are of use and there is any; it stays until the fetch has ended."""
         ...
 
     def landed(self, fetch_id: FetchId) -> None:
@@ -140,8 +140,8 @@ class Fetcher:
             self._end(fetch, outcomes, next(failures, Fallback.MISSING))
             return
         pieces = self._scheduler.land(fetch.fetch_id, tuple(data))
-        if not pieces:
-            self._end(fetch, outcomes, Fallback.NO_ROOM)
+        if not pieces:  # the scheduler has counted why
+            self._end(fetch, outcomes, None)
             return
         copying = self._copies.submit(self._copy, [(piece, data[piece.key]) for piece in pieces])
         self._then(copying, partial(self._copied, fetch, outcomes))

@@ -3,11 +3,11 @@ and nothing is held afterwards. Stores and engines that can be held say when the
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import ray
@@ -34,9 +34,9 @@ Prompt = int
 prompts = count(3)
 
 
-def tokens(prompt: Prompt) -> list[int]:
+def tokens(prompt: Prompt, num_blocks: int = NUM_BLOCKS) -> list[int]:
     """Some more than the blocks of its prefix hold."""
-    return [prompt, *(3 + (i * i) % 500 for i in range(NUM_BLOCKS * BLOCK + 4))]
+    return [prompt, *(3 + (i * i) % 500 for i in range(num_blocks * BLOCK + 4))]
 
 
 WHOLE = NUM_BLOCKS * BLOCK
@@ -66,12 +66,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
 
 
 @pytest.fixture(scope="module")
-def alone(config: EngineConfig) -> Callable[[Prompt], Answer]:
+def alone(config: EngineConfig) -> "Alone":
     """What an engine without any cache answers."""
     engine = build_engine(replace(config, prefix_cache="naive")).engine
 
-    def answer(prompt: Prompt) -> Answer:
-        replies = engine.submit(request("alone", tokens(prompt)), IngressId("alone"))
+    def answer(prompt: Prompt, num_blocks: int = NUM_BLOCKS) -> Answer:
+        replies = engine.submit(request("alone", tokens(prompt, num_blocks)), IngressId("alone"))
         while engine.has_work:
             replies += engine.step()
         return Answer.of([reply.chunk for reply in replies])
@@ -86,10 +86,9 @@ class Store:
         self.store_id = StoreId(name)
         self.actor = actor
 
-    @property
-    def sources(self) -> tuple[PrefixSource, ...]:
-        segments = tuple(range(NUM_BLOCKS))
-        return (PrefixSource(store_id=self.store_id, first=0, end=NUM_BLOCKS, segments=segments),)
+    def sources(self, num_blocks: int) -> tuple[PrefixSource, ...]:
+        segments = tuple(range(num_blocks))
+        return (PrefixSource(store_id=self.store_id, first=0, end=num_blocks, segments=segments),)
 
     def hold(self, point: str, let_pass: int = 0) -> None:
         get(self.actor.hold.remote(point, let_pass))
@@ -122,9 +121,10 @@ class Process:
         stores = {store.store_id: store.actor}
         get(self.actor.use_stores.remote(stores, store.store_id if own else None))
 
-    def ask(self, prompt: Prompt, store: Store | None = None) -> Any:
-        sources = store.sources if store else ()
-        return self.actor.answer.remote(request(f"request {next(prompts)}", tokens(prompt), sources))
+    def ask(self, prompt: Prompt, store: Store | None = None, num_blocks: int = NUM_BLOCKS) -> Any:
+        sources = store.sources(num_blocks) if store else ()
+        asked = request(f"request {next(prompts)}", tokens(prompt, num_blocks), sources)
+        return self.actor.answer.remote(asked)
 
     def save(self, prompt: Prompt) -> None:
         get(self.ask(prompt))
@@ -216,7 +216,8 @@ def reader(shared_reader: Process) -> Iterator[Process]:
     shared_reader.is_drained()
 
 
-Alone = Callable[[Prompt], Answer]
+class Alone(Protocol):
+    def __call__(self, prompt: Prompt, num_blocks: int = NUM_BLOCKS) -> Answer: ...
 
 
 def test_a_store_killed_while_it_takes_and_while_it_gives(
@@ -286,6 +287,7 @@ def test_an_engine_killed_while_it_is_saved_from_and_while_its_prefix_is_fetched
     assert answer.cached == CachedTokens(other_store=WHOLE), "what was saved is not the engine's any more"
     assert reader.fallbacks() == {}
     store.is_left_alone()
+    reader.is_drained()
     answer = get(reader.ask(b, store))
     assert answer == alone(b)
     assert answer.cached.total < WHOLE
@@ -313,6 +315,22 @@ def test_another_job_fills_the_object_stores(
     answer = get(reader.ask(b, store))
     assert answer == alone(b)
     assert answer.cached == CachedTokens(other_store=WHOLE)
+
+
+def test_every_cut_is_the_same_from_another_node(
+    nodes: Nodes, reader: Process, writer: Process, alone: Alone
+) -> None:
+    """Tokens, and their log-probabilities to the bit."""
+    store, a = nodes.store("whole"), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    for num_blocks in range(1, NUM_BLOCKS + 1):
+        reader.forget()
+        answer = get(reader.ask(a, store, num_blocks))
+        assert answer == alone(a, num_blocks)
+        assert answer.cached == CachedTokens(other_store=num_blocks * BLOCK)
+    store.is_left_alone()
 
 
 def test_a_node_killed_while_its_store_gives(

@@ -191,6 +191,9 @@ class HeldStore(StoreActor):
         counts = {"leases": len(self._store._leases), "coming": len(self._store._coming)}
         return {name: count for name, count in counts.items() if count}
 
+    async def pid(self) -> int:
+        return os.getpid()
+
     async def raylet_pid(self) -> int:
         """Of the process that is its node."""
         return os.getppid()

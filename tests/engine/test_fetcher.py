@@ -240,7 +240,8 @@ def test_34_damaged_bytes_never_reach_the_device_and_are_found_no_more(what: str
 def test_no_room_and_a_copy_that_fails_end_a_fetch() -> None:
     desk = Desk()
     desk.scheduler.room = 0
-    assert desk.fetched((OWN, keys("a"))) is Fallback.NO_ROOM
+    assert desk.fetched((OWN, keys("a"))) is None
+    assert not desk.device.device
     desk.scheduler.room = 3
     assert desk.fetched((OWN, keys("a"))) is None
     assert len(desk.device.device) == 3
