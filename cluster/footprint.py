@@ -17,6 +17,7 @@ _VALUE_BYTES: dict[RowDtype, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
 FLOAT8_SCALED_VALUES = 32
 """Share a scale of one byte (Open Compute Project, microscaling formats): 512 values are 528 bytes."""
 
+DEEPSEEK_V4 = "deepseek_v4"
 V4_SPARSE, V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 V4_SPARE_ROWS = 6
 """Of a ring of DeepSeek V4, beyond its window: what one decode step with drafts writes, and from which the
@@ -95,9 +96,15 @@ class Limits:
     num_dropped_layers: int = 0
 
 
+def check_architecture(hf: "PretrainedConfig") -> None:
+    """Raises ValueError (UnsupportedModel) for a model that has no footprint, whatever the limits."""
+    if hf.model_type != DEEPSEEK_V4:
+        model_config(hf)
+
+
 def footprint(hf: "PretrainedConfig", limits: Limits) -> Footprint:
     """Raises ValueError (UnsupportedModel) with a line for the operator."""
-    if hf.model_type == "deepseek_v4":
+    if hf.model_type == DEEPSEEK_V4:
         return _deepseek_v4(hf, limits)
     config = model_config(hf)
     if isinstance(config, DecoderConfig):

@@ -10,7 +10,7 @@ from rich.table import Table
 from shoal.actors.engine.memory_plan import MemoryPlan, NotEnoughMemory, num_state_slots, plan_memory
 from shoal.actors.engine.models.decoder_config import load_config, longest_length, usual_length
 from shoal.cluster.console import PLAIN
-from shoal.cluster.footprint import Footprint, Limits, footprint
+from shoal.cluster.footprint import Footprint, Limits, check_architecture, footprint
 from shoal.kvstore.layout import RowDtype
 from shoal.kvstore.sizes import format_size
 
@@ -99,6 +99,7 @@ def make_plan(source: Path, options: PlanOptions) -> Plan:
     Raises ValueError (UnsupportedModel) with a line for the operator.
     """
     hf = load_config(source)
+    check_architecture(hf)
     longest = longest_length(hf)
     max_model_len = options.max_model_len or usual_length(hf)
     if max_model_len > longest:

@@ -159,6 +159,11 @@ def test_a_table_and_json_say_the_same(tmp_path: Path) -> None:
             "architecture OpusForCausalLM is not supported",
         ),
         ({"hello": "world"}, (), "transformers cannot read its config.json"),
+        (
+            {"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"},
+            (),
+            "T5ForConditionalGeneration",
+        ),
         (QWEN3_06B, ("--max-model-len", "50000"), "must be from 1 to the model's own 40960"),
         (QWEN3_06B, ("--kv-cache-dtype", "float8"), "Qwen3ForCausalLM keeps float32 or bfloat16"),
         (QWEN3_06B, ("--num-dropped-layers", "1"), "0 have a window shorter than max_model_len 40960"),
