@@ -116,6 +116,15 @@ def test_when_everything_fails_so_does_the_command(fake: FakeOpenAI, url: str) -
     assert "2 x cut_off: the stream ended without [DONE]" in result.output
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """Also where the tests were started in the background, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_reports_what_was_measured(fake: FakeOpenAI, url: str, tmp_path: Path) -> None:
     def answer(body: dict[str, Any]) -> Answer:
         if len(fake.bodies) == 4:
