@@ -5,6 +5,7 @@ bytes are copied once, into the object store of the engine's node, and the store
 tickets are the references; whoever has one borrows the object, which stays as long as it is borrowed.
 """
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import Extent, Reading
 from shoal.kvstore.transfer import BytesLost
+
+# Ray warns of every wait in an async actor's process. Ours are on threads that are there to wait.
+os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
 
 
 class ObjectStore:
