@@ -71,7 +71,13 @@ def bench_store(config: EngineConfig | None, console: Console) -> dict[str, Any]
 
 def _measure(case: Case, store: Any, here: str, there: str, console: Console) -> list[Row]:
     writer, neighbour, remote = (
-        _start(node, BytesEngine, EngineId(name), num_blocks=case.num_blocks, block_bytes=case.block_bytes)
+        _start(
+            node,
+            BytesEngine,
+            EngineId(f"{name} of {case.what}"),
+            num_blocks=case.num_blocks,
+            block_bytes=case.block_bytes,
+        )
         for name, node in (("writer", here), ("neighbour", here), ("remote", there))
     )
     engines = [writer, neighbour, remote]
