@@ -52,14 +52,18 @@ class _Turns:
         deadline = time.monotonic() + TURN_DEADLINE_S
         while waiting:
             batch: TokenBatch = ray.get(next(self._stream), timeout=deadline - time.monotonic())
-            waiting -= {chunk.request_id for chunk in batch.chunks if chunk.finish_reason is not None}
+            for chunk in batch.chunks:
+                if chunk.error is not None:
+                    raise RuntimeError(f"a request failed: {chunk.error.message}")
+                if chunk.finish_reason is not None:
+                    waiting.remove(chunk.request_id)
         return NUM_SEQS * OUTPUT_TOKENS / (time.perf_counter() - started)
 
     def _submit(self) -> RequestId:
         request = EngineRequest(
             request_id=RequestId(str(next(self._ids))),
             attempt=1,
-            prompt_token_ids=tuple(self._random.randrange(5, 10_000) for _ in range(PROMPT_TOKENS)),
+            prompt_token_ids=tuple(self._random.randrange(5, 100) for _ in range(PROMPT_TOKENS)),
             max_tokens=OUTPUT_TOKENS,
             stop_token_ids=frozenset(),
             sampling=SamplingParams(temperature=0.0),
