@@ -90,7 +90,6 @@ def store(
                 max_model_len=1024,
                 memory_bytes=2 << 30,
                 threads=threads or len(os.sched_getaffinity(0)),
-                block_size=16,  # so that blocks fill up in every turn
                 max_num_seqs=8,
                 max_num_batched_tokens=128,
             )

@@ -16,8 +16,8 @@ from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId,
 from shoal.kvstore.messages import StoreId
 
 ROUNDS = 5
-NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 16, 128
-"""Few of a prompt: nearly all is decoded, and blocks fill up while it is."""
+NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 16, 260
+"""Few of a prompt: nearly all is decoded, and two blocks of each sequence fill up while it is."""
 INGRESS = IngressId("bench")
 START_DEADLINE_S, TURN_DEADLINE_S = 300.0, 300.0
 
@@ -84,6 +84,7 @@ def decode_beside_saving(
     saved: list[int] = []
     for turn in track(range(2 * ROUNDS + 2), "decode", console=console):
         saves = bool(turn % 2)
+        ray.get(engine.reset_prefix_cache.remote(), timeout=TURN_DEADLINE_S)
         turns.use_stores({store_id: store} if saves else {}, store_id if saves else None)
         ray.get(store.reset.remote(), timeout=TURN_DEADLINE_S)
         speed = turns.tokens_per_s()
