@@ -22,7 +22,7 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_mistral, tiny_qwen3
 from tests.oracle.recording import Served, Setup, greedy, serve
-from tests.oracle.stepping import Pages, poison
+from tests.oracle.stepping import Pages, poison, same
 from tests.oracle.stepping import Piece as Chunk
 
 BACKEND = CpuBackend(2)
@@ -99,10 +99,6 @@ def pages_of(
         max_model_len=MAX_MODEL_LEN,
         num_dropped_layers=dropped,
     )
-
-
-def same(logits: Tensor, expected: Tensor) -> bool:
-    return torch.equal(logits.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("sizes", [(760,), (7,), (64,), (300, 1, 1, 33)], ids=str)
