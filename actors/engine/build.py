@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,12 @@ from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.model_layout import ModelLayout, model_layout
-from shoal.actors.engine.models.choose import lean_model, model_config, numerics
+from shoal.actors.engine.models.choose import lean_model, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config
 from shoal.actors.engine.models.lean_decoder import LeanDecoder
 from shoal.actors.engine.models.lean_weights import DecoderWeights
-from shoal.actors.engine.models.library_config import LibraryConfig
+from shoal.actors.engine.models.library_config import library_config
 from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryModel
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
@@ -37,6 +38,9 @@ from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.layout import KVDtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -92,20 +96,11 @@ def load_model(
 
     lean: what `models.choose.lean_model` says of the checkpoint and this length, if that is known.
     """
-    if lean is not None:
-        return _load_lean(checkpoint, backend, lean, max_model_len=max_model_len)
-    hf = load_config(checkpoint)
-    config = model_config(hf)
-    if isinstance(config, LibraryConfig):
-        library = LibraryModel.load(checkpoint, config, backend, max_model_len=max_model_len)
-        return LoadedModel(
-            config=library,
-            weights=library,
-            decoder=partial(LibraryDecoder, library),
-            numerics=numerics(hf, max_model_len),
-        )
-    lean = lean_model(hf, max_model_len)
-    assert lean is not None
+    if lean is None:
+        hf = load_config(checkpoint)
+        lean = lean_model(hf, max_model_len)
+        if lean is None:
+            return _load_library(checkpoint, backend, hf, max_model_len=max_model_len)
     return _load_lean(checkpoint, backend, lean, max_model_len=max_model_len)
 
 
@@ -115,6 +110,18 @@ def _load_lean(checkpoint: Path, backend: Backend, lean: LeanModel, *, max_model
     rotaries = rotary_tables(lean.ropes, max_model_len, DEVICE)
     decoder = partial(LeanDecoder, lean.config, weights, rotaries)
     return LoadedModel(config=lean.config, weights=weights, decoder=decoder, numerics=lean.numerics)
+
+
+def _load_library(
+    checkpoint: Path, backend: Backend, hf: "PretrainedConfig", *, max_model_len: int
+) -> LoadedModel:
+    library = LibraryModel.load(checkpoint, library_config(hf), backend, max_model_len=max_model_len)
+    return LoadedModel(
+        config=library,
+        weights=library,
+        decoder=partial(LibraryDecoder, library),
+        numerics=numerics(hf, max_model_len),
+    )
 
 
 def build_engine(config: EngineConfig) -> BuiltEngine:

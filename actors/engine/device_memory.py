@@ -1,26 +1,16 @@
 """The device's memory of keys and values: blocks, state slots and segments."""
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
+from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.model_layout import ModelLayout
+from shoal.actors.engine.transfers import Piece
 from shoal.kernels.backend import LayerKV, LayerRing
 from shoal.kvstore.layout import StateLayout
-
-
-class Piece(Protocol):
-    """A block or a segment; the other of the two is NO_BLOCK."""
-
-    @property
-    def block(self) -> BlockId: ...
-
-    @property
-    def segment(self) -> BlockId: ...
 
 
 class DeviceMemory:
@@ -93,11 +83,11 @@ class DeviceMemory:
     def _bytes_of(self, piece: Piece) -> np.ndarray:
         if (piece.block == NO_BLOCK) is (piece.segment == NO_BLOCK):
             raise ValueError(f"a piece is a block or a segment, not {piece}")
-        if self._segment_bytes is None and piece.segment != NO_BLOCK:
+        if piece.segment == NO_BLOCK:
+            return self._block_bytes[piece.block, :]
+        if self._segment_bytes is None:
             raise ValueError(f"a model without rings has no segment {piece.segment}")
-        memory = self._block_bytes if self._segment_bytes is None or piece.block else self._segment_bytes
-        row: np.ndarray = memory[piece.block or piece.segment]
-        return row
+        return self._segment_bytes[piece.segment, :]
 
 
 def _layer(memory: Tensor, layer: int) -> LayerKV:

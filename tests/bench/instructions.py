@@ -50,7 +50,15 @@ def layer(batch: int, memory: Memory, pool: library.Pool) -> list[tuple[library.
     norm = library.RmsNormOp(x, HIDDEN, ones, normed, HIDDEN, 1, HIDDEN, 1e-5)
     rotate = library.RotateOp(qkv, FUSED, HEADS + KV_HEADS, SIZE, angles, angles, CONTEXT, SIZE // 2)
     store = library.StoreOp(first_k, FUSED, first_v, FUSED, addressof(pool))
-    attention = library.AttentionOp(qkv, FUSED, addressof(pool), attended, HIDDEN, HEADS, 0, SIZE**-0.5)
+    attention = library.AttentionOp(
+        q=qkv,
+        q_stride=FUSED,
+        pool=addressof(pool),
+        out=attended,
+        out_stride=HIDDEN,
+        q_heads=HEADS,
+        scale=SIZE**-0.5,
+    )
     return [
         (k.rms_norm, norm),
         (k.linear, library.LinearOp(matrix(FUSED, HIDDEN), normed, HIDDEN, qkv, FUSED, False)),
@@ -73,8 +81,12 @@ def main() -> None:
     calls = (library.Call * len(operations))(*(library.Call(kernel, op) for kernel, op in operations))
     sequences, positions = (c_int * batch)(*range(batch)), (c_int * batch)(*[CONTEXT - 1] * batch)
     rows = library.Rows(
-        *(addressof(sequences), addressof(positions), addressof(sequences)),  # block i is sequence i's
-        *(batch, batch, 1),
+        sequence=addressof(sequences),
+        position=addressof(positions),
+        table=addressof(sequences),  # block i is sequence i's
+        count=batch,
+        sequences=batch,
+        width=1,
     )
     if library.load().shoal_run_tape(addressof(calls), len(operations), addressof(rows), 1):
         raise RuntimeError("a row is out of range")

@@ -18,7 +18,7 @@ from tests.checkpoints import (
     tiny_qwen2,
     tiny_qwen3,
 )
-from tests.oracle.stepping import Pages, Piece, logits_of
+from tests.oracle.stepping import Pages, Piece, logits_of, same
 
 TOKENS = [(7 * i * i + 3 * i) % 500 for i in range(310)]
 OTHERS = [[(11 * i * i + 5 * i + n) % 500 for i in range(n)] for n in (1, 40, 24, 130)]
@@ -62,10 +62,6 @@ def whole(loaded: LoadedModel) -> Tensor:
     logits = logits_of(loaded, BACKEND, TOKENS)
     assert logits.isfinite().all()
     return logits
-
-
-def same(logits: Tensor, expected: Tensor) -> bool:
-    return torch.equal(logits.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("sizes", [(7,), (128,), (300, 1), (23, 1, 1, 40)], ids=str)

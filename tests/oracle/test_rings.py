@@ -1,7 +1,7 @@
 """The promise of test_exactness.py for windows in rings: state that was kept changes no bit either."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from shoal.actors.engine.build import DEVICE, LoadedModel, load_model
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan
+from shoal.actors.engine.transfers import Piece
 from shoal.kernels import library
 from shoal.kernels.cpu import CpuBackend
+from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_mistral, tiny_qwen3
 from tests.oracle.recording import Served, Setup, greedy, serve
-from tests.oracle.stepping import Pages, poison
+from tests.oracle.stepping import Pages, poison, same
 from tests.oracle.stepping import Piece as Chunk
 
 BACKEND = CpuBackend(2)
@@ -97,10 +99,6 @@ def pages_of(
         max_model_len=MAX_MODEL_LEN,
         num_dropped_layers=dropped,
     )
-
-
-def same(logits: Tensor, expected: Tensor) -> bool:
-    return torch.equal(logits.view(torch.int32), expected.view(torch.int32))
 
 
 @pytest.mark.parametrize("sizes", [(760,), (7,), (64,), (300, 1, 1, 33)], ids=str)
@@ -208,10 +206,9 @@ def test_bfloat16_state_is_as_exact(models: dict[str, LoadedModel], name: str) -
     assert same(pages.in_chunks([9], start=112), at_once[112:])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    block: BlockId = NO_BLOCK
-    segment: BlockId = NO_BLOCK
+def piece(*, block: BlockId = NO_BLOCK, segment: BlockId = NO_BLOCK) -> Piece:
+    """Its names are of no concern to a device."""
+    return Piece(key=BlockKey(b"key"), parent=BlockKey(b"parent"), block=block, segment=segment)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -228,13 +225,13 @@ def test_a_runner_takes_up_what_another_has_saved(
     )
     blocks = [BlockId(b) for b in range(1, boundary + 1)]
     segments = [BlockId(i + 1) for i in here.memory.layout.rule.segments_at(start)]
-    saved = [*[Piece(block=b) for b in blocks], *[Piece(segment=b) for b in segments]]
+    saved = [*[piece(block=b) for b in blocks], *[piece(segment=b) for b in segments]]
     data = np.empty(here.num_bytes(saved), dtype=np.uint8)
     here.memory.copy_out(saved, data)
 
     moved = {b: BlockId(b + 3) for b in [*blocks, *segments]}
     there.memory.copy_in(
-        [*[Piece(block=moved[b]) for b in blocks], *[Piece(segment=moved[b]) for b in segments]], data
+        [*[piece(block=moved[b]) for b in blocks], *[piece(segment=moved[b]) for b in segments]], data
     )
     beside = there.step(2, end=40)
     resumed = there.step(
@@ -335,9 +332,9 @@ def test_a_hit_computes_again_what_is_not_stored(
 @pytest.mark.parametrize(
     ("pieces", "size", "message"),
     [
-        ([Piece(block=BlockId(1))], 10, "1 pieces take 8192 bytes, not uint8 \\(10,\\)"),
-        ([Piece()], 0, "a piece is a block or a segment"),
-        ([Piece(block=BlockId(1), segment=BlockId(1))], 0, "a piece is a block or a segment"),
+        ([piece(block=BlockId(1))], 10, "1 pieces take 8192 bytes, not uint8 \\(10,\\)"),
+        ([piece()], 0, "a piece is a block or a segment"),
+        ([piece(block=BlockId(1), segment=BlockId(1))], 0, "a piece is a block or a segment"),
     ],
 )
 def test_pieces_that_are_none_are_refused(

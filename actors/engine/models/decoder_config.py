@@ -98,8 +98,7 @@ _GATES: dict[str, "Gate"] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def _llama(hf: "PretrainedConfig") -> _Options:
-    bias = hf.attention_bias
-    return {"qkv_bias": bias, "attention_out_bias": bias, "mlp_bias": hf.mlp_bias}
+    return {**_attention_biases(hf), "mlp_bias": hf.mlp_bias}
 
 
 def _mistral(hf: "PretrainedConfig") -> _Options:
@@ -111,24 +110,16 @@ def _qwen2(hf: "PretrainedConfig") -> _Options:
 
 
 def _qwen3(hf: "PretrainedConfig") -> _Options:
-    bias = hf.attention_bias
-    return {
-        "windows": _windows_by_layer(hf),
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
-        "head_norms": True,
-    }
+    return {**_attention_biases(hf), "windows": _windows_by_layer(hf), "head_norms": True}
 
 
 def _gemma3(hf: "PretrainedConfig") -> _Options:
     softcaps = ("attn_logit_softcapping", "final_logit_softcapping")
     _refuse({name: getattr(hf, name) is not None for name in softcaps})
     _refuse({"use_bidirectional_attention": bool(hf.use_bidirectional_attention)})
-    bias = hf.attention_bias
     return {
+        **_attention_biases(hf),
         "windows": _windows_by_layer(hf),
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
         "head_norms": True,
         "attention_scale": hf.query_pre_attn_scalar**-0.5,
         "norm_offset": 1.0,
@@ -143,16 +134,19 @@ def _gpt_oss(hf: "PretrainedConfig") -> _Options:
     _refuse({f"swiglu_alpha {alpha}": alpha != 1.702, f"swiglu_limit {limit}": limit != 7})
     experts, top = hf.num_local_experts, hf.num_experts_per_tok
     _refuse({f"num_experts_per_tok {top} of {experts}": not 0 < top <= experts})
-    bias = hf.attention_bias
     return {
+        **_attention_biases(hf),
         "windows": _windows_by_layer(hf),
-        "qkv_bias": bias,
-        "attention_out_bias": bias,
         "sinks": True,
         "gate": "clamped_swiglu",
         "num_experts": experts,
         "experts_per_token": top,
     }
+
+
+def _attention_biases(hf: "PretrainedConfig") -> _Options:
+    """Where one flag says it of all four projections."""
+    return {"qkv_bias": hf.attention_bias, "attention_out_bias": hf.attention_bias}
 
 
 def _refuse(wrong: dict[str, bool]) -> None:
