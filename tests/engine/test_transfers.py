@@ -405,6 +405,40 @@ def test_one_that_shares_a_head_with_a_fetch_goes_on_to_fetch_the_rest() -> None
     assert bench.drained()
 
 
+@pytest.mark.parametrize(("lost", "cached"), [(0, 0), (3, 12)])
+def test_what_did_not_come_is_not_asked_for_again_by_those_that_waited(lost: int, cached: int) -> None:
+    bench = an_engine(filled(window=None), window=None)
+    for name in "abc":
+        submit(bench, name, PROMPT)
+    bench.carrier.land(without=names(bench, lost))
+    bench.carrier.copy()
+    bench.carrier.take()
+    assert not bench.carrier.fetching
+    assert bench.scheduler.may_run
+    bench.finish()
+    assert bench.cached["a"] == cached and fallbacks(bench) == {Fallback.MISSING: 1}
+    assert all(bench.tokens[name] == generate(PROMPT, 3) for name in "abc")
+    assert bench.drained()
+
+
+def test_what_there_was_no_room_for_is_not_asked_for_again_by_those_that_waited() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=9, max_num_seqs=1)
+    bench.submit(a_request("runs", [1] * 26, max_tokens=4))
+    for _ in range(4):
+        bench.step()
+    for name in "abc":
+        submit(bench, name, PROMPT)
+    bench.carrier.land()
+    assert not bench.carrier.landing[0].pieces
+    bench.carrier.copy()
+    bench.carrier.take()
+    assert not bench.carrier.fetching and fallbacks(bench) == {Fallback.NO_ROOM: 1}
+    bench.carrier.run()  # what was saved until now may go
+    bench.finish()
+    assert all(bench.tokens[name] == generate(PROMPT, 3) for name in "abc")
+    assert bench.drained()
+
+
 def test_those_that_wait_for_a_fetch_that_fails_compute() -> None:
     bench = an_engine(filled())
     for name in "ab":
