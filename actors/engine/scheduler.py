@@ -249,6 +249,10 @@ class Scheduler:
         """Nobody reads these pieces on the device any more."""
         self._saves.end(pieces)
 
+    def not_saved(self, names: Iterable[BlockKey]) -> None:
+        """Of pieces that were taken: no store has them. If they are still cached, they may be taken again."""
+        self._saves.not_stored(names)
+
     def take_fetches(self) -> list[Fetch]:
         """What is to be fetched, each once."""
         return self._fetches.take()

@@ -142,6 +142,32 @@ def test_a_store_that_replaces_another_is_given_what_is_seen_again() -> None:
     assert set(bench.stores.has[OWN]) == set(bench.keys(PROMPT))
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_what_the_store_did_not_get_is_offered_anew_when_it_is_seen_again(policy: WritePolicy) -> None:
+    bench = an_engine(Stores(), policy, window=None)
+    bench.submit(a_request("it", PROMPT, max_tokens=1))
+    bench.finish()
+    bench.carrier.take()
+    bench.carrier.save(lose=True)
+    bench.carrier.run()
+    assert not bench.stores.has[OWN], "nobody has asked for it since"
+    bench.serve("again", PROMPT)
+    assert set(bench.stores.has[OWN]) == set(bench.keys(PROMPT))
+    bench.stores.has.clear()
+    bench.serve("once more", PROMPT)
+    assert not bench.stores.has[OWN], "it got them"
+
+
+def test_write_back_saves_what_the_store_did_not_get_before_it_goes() -> None:
+    bench = an_engine(Stores(), "write_back", window=None, num_blocks=17)
+    bench.submit(a_request("it", list(range(60)), max_tokens=1))
+    bench.finish()
+    bench.carrier.take()
+    bench.carrier.save(lose=True)
+    bench.carrier.run()
+    assert set(bench.stores.has[OWN]) == {bench.keys(list(range(60)))[14]}
+
+
 # Fetching
 
 
