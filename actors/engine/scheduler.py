@@ -312,7 +312,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         if sequence.may_share:
-            sequence.sources += self._saves.source(sequence.keys[1 : sequence.num_shared_blocks + 1])
+            saved = self._saves.source(sequence.keys[1 : sequence.num_shared_blocks + 1])
+            sequence.sources = tuple(dict.fromkeys((*sequence.sources, *saved)))  # it may be preempted often
             sequence.may_fetch = True
         self._release(sequence)
         self.num_preemptions += 1

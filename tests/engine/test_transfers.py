@@ -591,6 +591,20 @@ def test_41_who_was_preempted_gets_back_from_the_store_what_it_has_saved() -> No
     assert bench.drained()
 
 
+def test_who_is_preempted_often_learns_of_each_block_in_the_store_once() -> None:
+    bench = an_engine(Stores())
+    bench.submit(a_request("it", PROMPT, max_tokens=9))
+    for _ in range(3):
+        while not any(sequence.num_output for sequence in bench.scheduler._running):
+            bench.carrier.run()
+            bench.step()
+        (sequence,) = bench.scheduler._running
+        bench.scheduler._preempt(sequence)
+    assert len(sequence.sources) == len(set(sequence.sources)) >= 6
+    bench.carrier.run()
+    finish(bench, "it", PROMPT)
+
+
 def test_79_another_salt_fetches_nothing() -> None:
     bench = an_engine(filled(cache_salt="a"))
     assert bench.serve("theirs", PROMPT, cache_salt="b") == 0
