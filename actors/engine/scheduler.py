@@ -101,11 +101,11 @@ class Scheduler:
         self._config = config
         self._pools = pools
         self._fingerprint = fingerprint
-        self._rule = rule or BoundaryRule()
+        rule = rule or BoundaryRule()
         self._deferred = DeferredRelease(pools)
         self._saves = Saves(pools, stores)
-        self._sharing = Sharing(pools, self._deferred, self._rule, self._saves)
-        self._fetches = Fetches(pools, self._rule, self._saves, stores)
+        self._sharing = Sharing(pools, self._deferred, rule, self._saves)
+        self._fetches = Fetches(pools, rule, self._saves, stores)
         self._refusals = Refusals(
             pools,
             max_model_len=config.max_model_len,
