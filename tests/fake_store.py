@@ -94,6 +94,8 @@ class Carrier:
             if not lose:
                 self._stores.has[OWN][piece.key] = rows.tobytes()
         self._scheduler.saved(pieces)
+        if lose:
+            self._scheduler.not_saved([piece.key for piece in pieces])
 
     def land(self, index: int = 0, *, without: Container[BlockKey] = ()) -> None:
         """Bytes have come, but for what the stores do not have, and for what is lost or wrong."""

@@ -66,8 +66,12 @@ class Fetches:
         """Fetches that have not ended, be it only because their bytes are still being copied."""
         return len(self._underway)
 
-    def begin(self, sequence: Sequence, *, join: bool = True) -> bool:
-        """Whether the sequence waits from now on, for a fetch of its own or for one that is under way."""
+    def begin(self, sequence: Sequence, *, after: Fetch | None = None) -> bool:
+        """Whether the sequence waits from now on, for a fetch of its own or for one that is under way.
+
+        after: another's, for which it has waited until now. It waits for no other's any more, and does not
+        ask again for what that one could not get.
+        """
         sequence.may_fetch = False
         if self._view is None or not sequence.sources:
             return False
@@ -78,8 +82,10 @@ class Fetches:
             return False
         names = {path[i]: store for i, store in plan.blocks.items()}
         names |= {segment_key(path[i]): store for i, store in plan.segments.items()}
+        if after is not None and not after.asked_for.isdisjoint(names.items()):
+            return False
         others = [self._coming[name] for name in names if name in self._coming]
-        if others and join:
+        if others and after is None:
             underway = self._underway[others[0]]
             underway.waiting.append(sequence)
         else:
@@ -201,7 +207,7 @@ class Fetches:
         for sequence in underway.waiting:
             sequence.fetching = None
             sequence.fetched.update(self._places_of_blocks(underway))
-            if sequence is underway.waiting[0] or not self.begin(sequence, join=False):
+            if sequence is underway.waiting[0] or not self.begin(sequence, after=underway.fetch):
                 path = underway.path
                 self._keep(sequence, path, find_hit(self._cache, self._rule, path).resume)
         self._pools.release(underway.holding)

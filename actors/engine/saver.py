@@ -42,6 +42,10 @@ class SavesWhat(Protocol):
 
     def saved(self, pieces: Sequence[Piece]) -> None: ...
 
+    def not_saved(self, names: Sequence[BlockKey]) -> None:
+        """No store has these after all."""
+        ...
+
 
 class CopiesOut(Protocol):
     """The runner, on a thread of the copies' own, while steps run."""
@@ -115,8 +119,7 @@ class Saver:
         if taken:
             self.saved_bytes += num_bytes
         else:
-            self.lost_bytes["store_lost"] += num_bytes
-            self._paused_until = self._clock() + PAUSE_S
+            self._lose("store_lost", num_bytes, [key for extent in extents for key in extent.keys])
         self.advance()
 
     def forget(self) -> None:
@@ -130,14 +133,18 @@ class Saver:
         self._scheduler.saved(pieces)
         if (error := copying.exception()) is not None:
             logger.error("a copy off the device failed", exc_info=error)
-            self.lost_bytes["copy_failed"] += sum(map(self._size, pieces))
-            self._paused_until = self._clock() + PAUSE_S
+            self._lose("copy_failed", sum(map(self._size, pieces)), [piece.key for piece in pieces])
             return
         if not is_void:
             for extent, data in copying.result():
                 self._staging.hold(extent, data)
             self._offer([extent for extent, _ in copying.result()])
         self.advance()
+
+    def _lose(self, reason: str, num_bytes: int, names: Sequence[BlockKey]) -> None:
+        self.lost_bytes[reason] += num_bytes
+        self._scheduler.not_saved(names)
+        self._paused_until = self._clock() + PAUSE_S
 
     def _copy(self, pieces: Sequence[Piece]) -> list[Staged]:
         """On the copies' thread."""

@@ -70,6 +70,10 @@ class Saves:
             self._wanted.pop(name, None)
             self._stored.add(name)
 
+    def not_stored(self, names: Iterable[BlockKey]) -> None:
+        """The store has not got these after all: they are wanted at the next occasion."""
+        self._stored.difference_update(names)
+
     def take(self, max_bytes: int) -> list[Piece]:
         """What to copy now, parents before children; nothing of it is overwritten until `end`."""
         if self._view is None or self._own is None:

@@ -101,11 +101,11 @@ class Scheduler:
         self._config = config
         self._pools = pools
         self._fingerprint = fingerprint
-        self._rule = rule or BoundaryRule()
+        rule = rule or BoundaryRule()
         self._deferred = DeferredRelease(pools)
         self._saves = Saves(pools, stores)
-        self._sharing = Sharing(pools, self._deferred, self._rule, self._saves)
-        self._fetches = Fetches(pools, self._rule, self._saves, stores)
+        self._sharing = Sharing(pools, self._deferred, rule, self._saves)
+        self._fetches = Fetches(pools, rule, self._saves, stores)
         self._refusals = Refusals(
             pools,
             max_model_len=config.max_model_len,
@@ -249,6 +249,10 @@ class Scheduler:
         """Nobody reads these pieces on the device any more."""
         self._saves.end(pieces)
 
+    def not_saved(self, names: Iterable[BlockKey]) -> None:
+        """Of pieces that were taken: no store has them. If they are still cached, they may be taken again."""
+        self._saves.not_stored(names)
+
     def take_fetches(self) -> list[Fetch]:
         """What is to be fetched, each once."""
         return self._fetches.take()
@@ -308,7 +312,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
         if sequence.may_share:
-            sequence.sources += self._saves.source(sequence.keys[1 : sequence.num_shared_blocks + 1])
+            saved = self._saves.source(sequence.keys[1 : sequence.num_shared_blocks + 1])
+            sequence.sources = tuple(dict.fromkeys((*sequence.sources, *saved)))  # it may be preempted often
             sequence.may_fetch = True
         self._release(sequence)
         self.num_preemptions += 1

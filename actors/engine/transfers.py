@@ -70,6 +70,10 @@ class Fetch:
     def num_bytes(self) -> int:
         return sum(read.num_bytes for read in self.reads)
 
+    @property
+    def asked_for(self) -> frozenset[tuple[BlockKey, StoreId]]:
+        return frozenset((key, read.store_id) for read in self.reads for key in read.keys)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferCounts:

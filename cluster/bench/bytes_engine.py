@@ -68,6 +68,9 @@ class _Wishes:
     def saved(self, pieces: Sequence[Piece]) -> None:
         """They stay where they are."""
 
+    def not_saved(self, names: Sequence[BlockKey]) -> None:
+        """The saver counts them."""
+
     def take_fetches(self) -> list[Fetch]:
         taken, self.to_fetch = self.to_fetch, []
         return taken

@@ -10,6 +10,7 @@ from shoal.actors.engine.saver import PAUSE_S, Saver
 from shoal.actors.engine.staging import Staging
 from shoal.actors.engine.transfers import Piece
 from shoal.actors.messages import EngineId
+from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.checksum import checksum
 from shoal.kvstore.messages import Extent
 from tests.engine import copies
@@ -24,6 +25,7 @@ class FakeScheduler:
     def __init__(self) -> None:
         self.wanted: list[Piece] = []
         self.pinned: list[Piece] = []
+        self.lost: list[BlockKey] = []
 
     def take_saves(self, max_bytes: int) -> list[Piece]:
         taken: list[Piece] = []
@@ -35,6 +37,9 @@ class FakeScheduler:
     def saved(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
             self.pinned.remove(piece)
+
+    def not_saved(self, names: Sequence[BlockKey]) -> None:
+        self.lost += names
 
 
 class Desk:
@@ -83,6 +88,7 @@ def test_a_piece_is_held_until_it_is_copied_and_staged_until_the_store_has_it() 
     assert [e.checksum for e in extent.entries] == [checksum(part) for part in np.split(data, 2)]
     assert desk.staging.room_bytes == 1000 - 2 * BLOCK_BYTES
     desk.saver.offered([extent], taken=True)
+    assert not desk.scheduler.lost
     assert desk.staging.room_bytes == 1000 and desk.saver.saved_bytes == 2 * BLOCK_BYTES
     with pytest.raises(KeyError):
         desk.staging.export(extent.extent_id, extent.keys)
@@ -156,6 +162,7 @@ def test_a_store_that_does_not_answer_holds_nothing_and_is_left_alone_for_a_whil
     desk.copy()
     desk.saver.offered(desk.offers[0], taken=False)
     assert desk.staging.room_bytes == 1000 and desk.saver.lost_bytes == {"store_lost": BLOCK_BYTES}
+    assert desk.scheduler.lost == [b("a", 0).key], "it may be wanted again"
     desk.save(b("a", 1))
     assert desk.thread.num_waiting == 0 and len(desk.scheduler.wanted) == 1
     desk.clock.now = PAUSE_S
@@ -178,6 +185,7 @@ def test_a_copy_that_fails_lets_go_of_its_pieces() -> None:
     desk.copy()
     assert not desk.scheduler.pinned and not desk.offers
     assert desk.saver.lost_bytes == {"copy_failed": BLOCK_BYTES}
+    assert desk.scheduler.lost == [b("a", 0).key]
     desk.clock.now = PAUSE_S
     desk.save(b("a", 1))
     desk.copy()

@@ -142,6 +142,32 @@ def test_a_store_that_replaces_another_is_given_what_is_seen_again() -> None:
     assert set(bench.stores.has[OWN]) == set(bench.keys(PROMPT))
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_what_the_store_did_not_get_is_offered_anew_when_it_is_seen_again(policy: WritePolicy) -> None:
+    bench = an_engine(Stores(), policy, window=None)
+    bench.submit(a_request("it", PROMPT, max_tokens=1))
+    bench.finish()
+    bench.carrier.take()
+    bench.carrier.save(lose=True)
+    bench.carrier.run()
+    assert not bench.stores.has[OWN], "nobody has asked for it since"
+    bench.serve("again", PROMPT)
+    assert set(bench.stores.has[OWN]) == set(bench.keys(PROMPT))
+    bench.stores.has.clear()
+    bench.serve("once more", PROMPT)
+    assert not bench.stores.has[OWN], "it got them"
+
+
+def test_write_back_saves_what_the_store_did_not_get_before_it_goes() -> None:
+    bench = an_engine(Stores(), "write_back", window=None, num_blocks=17)
+    bench.submit(a_request("it", list(range(60)), max_tokens=1))
+    bench.finish()
+    bench.carrier.take()
+    bench.carrier.save(lose=True)
+    bench.carrier.run()
+    assert set(bench.stores.has[OWN]) == {bench.keys(list(range(60)))[14]}
+
+
 # Fetching
 
 
@@ -405,6 +431,40 @@ def test_one_that_shares_a_head_with_a_fetch_goes_on_to_fetch_the_rest() -> None
     assert bench.drained()
 
 
+@pytest.mark.parametrize(("lost", "cached"), [(0, 0), (3, 12)])
+def test_what_did_not_come_is_not_asked_for_again_by_those_that_waited(lost: int, cached: int) -> None:
+    bench = an_engine(filled(window=None), window=None)
+    for name in "abc":
+        submit(bench, name, PROMPT)
+    bench.carrier.land(without=names(bench, lost))
+    bench.carrier.copy()
+    bench.carrier.take()
+    assert not bench.carrier.fetching
+    assert bench.scheduler.may_run
+    bench.finish()
+    assert bench.cached["a"] == cached and fallbacks(bench) == {Fallback.MISSING: 1}
+    assert all(bench.tokens[name] == generate(PROMPT, 3) for name in "abc")
+    assert bench.drained()
+
+
+def test_what_there_was_no_room_for_is_not_asked_for_again_by_those_that_waited() -> None:
+    bench = an_engine(filled(window=None), window=None, num_blocks=9, max_num_seqs=1)
+    bench.submit(a_request("runs", [1] * 26, max_tokens=4))
+    for _ in range(4):
+        bench.step()
+    for name in "abc":
+        submit(bench, name, PROMPT)
+    bench.carrier.land()
+    assert not bench.carrier.landing[0].pieces
+    bench.carrier.copy()
+    bench.carrier.take()
+    assert not bench.carrier.fetching and fallbacks(bench) == {Fallback.NO_ROOM: 1}
+    bench.carrier.run()  # what was saved until now may go
+    bench.finish()
+    assert all(bench.tokens[name] == generate(PROMPT, 3) for name in "abc")
+    assert bench.drained()
+
+
 def test_those_that_wait_for_a_fetch_that_fails_compute() -> None:
     bench = an_engine(filled())
     for name in "ab":
@@ -529,6 +589,20 @@ def test_41_who_was_preempted_gets_back_from_the_store_what_it_has_saved() -> No
     for name, prompt in prompts.items():
         assert bench.tokens[name] == generate(prompt, 60)
     assert bench.drained()
+
+
+def test_who_is_preempted_often_learns_of_each_block_in_the_store_once() -> None:
+    bench = an_engine(Stores())
+    bench.submit(a_request("it", PROMPT, max_tokens=9))
+    for _ in range(3):
+        while not any(sequence.num_output for sequence in bench.scheduler._running):
+            bench.carrier.run()
+            bench.step()
+        (sequence,) = bench.scheduler._running
+        bench.scheduler._preempt(sequence)
+    assert len(sequence.sources) == len(set(sequence.sources)) >= 6
+    bench.carrier.run()
+    finish(bench, "it", PROMPT)
 
 
 def test_79_another_salt_fetches_nothing() -> None:
