@@ -42,7 +42,7 @@ class IngressActor:
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
         from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
 
-        listener = _listen(self._http)
+        listener = listen(self._http)
         codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
         app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
         self._intake = app.state.intake
@@ -74,7 +74,7 @@ class IngressActor:
             await asyncio.wait([self._serving], timeout=grace_s + 1)
 
 
-def _listen(http: HttpConfig) -> socket.socket:
+def listen(http: HttpConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
     # The protocol must be named: for others asyncio leaves Nagle's algorithm on, and the body of an answer
     # then waits 40 ms for the client to acknowledge its head.

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from shoal.actors.ingress.actor import _listen
+from shoal.actors.ingress.actor import listen
 from shoal.actors.messages import HttpConfig
 
 
@@ -15,7 +15,7 @@ async def sends_at_once() -> bool:
         accepted.set_result(bool(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)))
         writer.close()
 
-    listener = _listen(HttpConfig(port=0))
+    listener = listen(HttpConfig(port=0))
     async with await asyncio.start_server(accept, sock=listener):
         host, port = listener.getsockname()
         _, writer = await asyncio.open_connection(host, port)
