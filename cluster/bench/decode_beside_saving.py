@@ -1,6 +1,7 @@
 """How much slower an engine decodes while it saves what it computes."""
 
 import random
+import statistics
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +16,7 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams, TokenBatch
 from shoal.kvstore.messages import StoreId
 
-ROUNDS = 5
+ROUNDS = 9
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 16, 260
 """Few of a prompt: nearly all is decoded, and two blocks of each sequence fill up while it is."""
 INGRESS = IngressId("bench")
@@ -29,7 +30,7 @@ class DecodeBesideSaving:
     saved_bytes: int
     """In a turn."""
     cost: float
-    """By how much slower, as a share; the best of ROUNDS turns of each."""
+    """By how much slower, as a share: the median of ROUNDS pairs of neighbouring turns."""
 
 
 class _Turns:
@@ -80,7 +81,7 @@ def decode_beside_saving(
     engine = remote.remote(EngineId("engine"), config)
     ray.get(engine.start.remote(), timeout=START_DEADLINE_S)
     turns = _Turns(engine)
-    best = {False: 0.0, True: 0.0}
+    speeds: dict[bool, list[float]] = {False: [], True: []}
     saved: list[int] = []
     for turn in track(range(2 * ROUNDS + 2), "decode", console=console):
         saves = bool(turn % 2)
@@ -91,11 +92,11 @@ def decode_beside_saving(
         if saves:
             saved.append(ray.get(store.used_bytes.remote(), timeout=TURN_DEADLINE_S))
         if turn > 1:  # the first two warm up
-            best[saves] = max(best[saves], speed)
+            speeds[saves].append(speed)
     ray.kill(engine)
     return DecodeBesideSaving(
-        tokens_per_s=round(best[False], 1),
-        saving_tokens_per_s=round(best[True], 1),
+        tokens_per_s=round(statistics.median(speeds[False]), 1),
+        saving_tokens_per_s=round(statistics.median(speeds[True]), 1),
         saved_bytes=max(saved),
-        cost=round(max(0.0, 1 - best[True] / best[False]), 4),
+        cost=round(statistics.median(1 - b / a for a, b in zip(*speeds.values(), strict=True)), 4),
     )
