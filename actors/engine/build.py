@@ -194,7 +194,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         cache=config.prefix_cache,
     )
     root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}")
-    rates = Rates(lambda: runner.tokens_per_s)
+    rates = Rates(lambda: runner.tokens_per_s, time.monotonic)
     stores = StoreView(
         bytes_per_block=layout.blocks.bytes_per_block,
         bytes_per_segment=layout.segment_bytes,

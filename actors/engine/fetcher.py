@@ -128,12 +128,14 @@ class Fetcher:
         return len(self._in_flight) < MAX_FETCHES and others + fetch.num_bytes <= MAX_BYTES
 
     def _read(self, fetch: Fetch, reading: Future[list[Outcome]]) -> None:
-        outcomes = reading.result()
+        outcomes, now = reading.result(), self._clock()
         for outcome in outcomes:
             if outcome.failure is not None:
                 self.failures[outcome.failure] += 1
-            if outcome.failure in (Fallback.STORE_LOST, Fallback.DEADLINE):
-                self._paused_until[outcome.store_id] = self._clock() + PAUSE_S
+            # One that is passed over already is so no longer for that: steady requests would never ask it.
+            is_paused = self._paused_until.get(outcome.store_id, now) > now
+            if outcome.failure in (Fallback.STORE_LOST, Fallback.DEADLINE) and not is_paused:
+                self._paused_until[outcome.store_id] = now + PAUSE_S
         data = {key: part for outcome in outcomes for key, part in outcome.data.items()}
         if not data:
             failures = (outcome.failure for outcome in outcomes if outcome.failure is not None)

@@ -11,6 +11,10 @@ MEMORY_BYTES = 256 << 20
 FIXED_S: dict[Place, float] = {"own_store": 0.003, "other_store": 0.010}
 """The calls of a fetch, however small it is."""
 
+SLOW_S = 15.0
+"""In so much time, what a link took beyond what is believed at first is forgotten by a factor of e. Fetches
+over one that was slow once would else never be worth it again, and so it would never be measured again."""
+
 FIRST_BYTES_PER_S: dict[Place, float] = {"own_store": 1.0e9, "other_store": 0.3e9}
 """Believed until something has been measured: a machine's memory, and a network of 2.5 Gbit/s."""
 
@@ -18,14 +22,20 @@ FIRST_BYTES_PER_S: dict[Place, float] = {"own_store": 1.0e9, "other_store": 0.3e
 class Rate:
     """Bytes a second beyond a fixed time, weighted by bytes."""
 
-    def __init__(self, *, fixed_s: float, first_bytes_per_s: float) -> None:
+    def __init__(self, *, fixed_s: float, first_bytes_per_s: float, clock: Callable[[], float]) -> None:
         self._fixed_s = fixed_s
+        self._first_s = 1.0 / first_bytes_per_s
+        self._clock = clock
         self._weight = 1.0  # so that the first measurement of some MiB outweighs what was believed
-        self._weighted_s = 1.0 / first_bytes_per_s
+        self._weighted_s = self._first_s
+        self._measured_at = clock()
 
     @property
     def bytes_per_s(self) -> float:
-        return self._weight / self._weighted_s
+        measured_s = self._weighted_s / self._weight  # a byte
+        age_s = self._clock() - self._measured_at
+        excess_s = max(0.0, measured_s - self._first_s)
+        return 1.0 / (measured_s - excess_s * (1.0 - math.exp(-age_s / SLOW_S)))
 
     def measure(self, num_bytes: int, seconds: float) -> None:
         if num_bytes <= 0:
@@ -34,6 +44,7 @@ class Rate:
         kept = math.exp(-num_bytes / MEMORY_BYTES)
         self._weight = kept * self._weight + num_bytes
         self._weighted_s = kept * self._weighted_s + moving_s
+        self._measured_at = self._clock()
 
     def seconds(self, num_bytes: int) -> float:
         """Of a fetch of so many bytes; nothing takes no time."""
@@ -43,11 +54,11 @@ class Rate:
 class Rates:
     """Of the own node's store and of all others'. One thread has it."""
 
-    def __init__(self, tokens_per_s: Callable[[], float]) -> None:
+    def __init__(self, tokens_per_s: Callable[[], float], clock: Callable[[], float]) -> None:
         """tokens_per_s: how fast prompts are computed lately; 0 if nobody knows."""
         self._tokens_per_s = tokens_per_s
         self._rates = {
-            place: Rate(fixed_s=FIXED_S[place], first_bytes_per_s=first)
+            place: Rate(fixed_s=FIXED_S[place], first_bytes_per_s=first, clock=clock)
             for place, first in FIRST_BYTES_PER_S.items()
         }
 

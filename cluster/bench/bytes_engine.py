@@ -110,7 +110,7 @@ class BytesEngine:
             self._wishes,
             self._device,
             ObjectStore(),
-            Rates(lambda: 0.0),
+            Rates(lambda: 0.0, time.monotonic),
             bytes_per_block=self._block_bytes,
             bytes_per_segment=0,
             post=lambda work: _ignore(events.call_soon_threadsafe(work)),

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,13 +40,19 @@ def two_nodes(object_store_bytes: int) -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def another_node(object_store_bytes: int) -> Iterator[str]:
-    """Joins the Ray that this process is connected to, and leaves it with the context; its id."""
+def another_node(
+    object_store_bytes: int, *, node_ip: str | None = None, prefix: Sequence[str] = ()
+) -> Iterator[str]:
+    """Joins the Ray that this process is connected to, and leaves it with the context; its id.
+
+    prefix: of the command that starts it, as of one that enters another host's network.
+    """
     known = _nodes()
     address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
+    command = [*prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address]
     command += ["--num-cpus", "4", "--object-store-memory", str(object_store_bytes)]
     command += [part for name in _ANY_PORTS for part in (f"--{name}", "0")]
+    command += ["--node-ip-address", node_ip] if node_ip else []
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield _wait_for_new_node(known, process)

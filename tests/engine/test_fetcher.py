@@ -122,7 +122,7 @@ class Desk:
         self.scheduler, self.device, self.transfer = FakeScheduler(), FakeCopies(), FakeTransfer()
         self.reads, self.copies = Thread(), Thread()
         self.own, self.other = FakeStore(self.clock, ("a", 4)), FakeStore(self.clock, ("b", 4))
-        self.rates = Rates(lambda: 100.0)
+        self.rates = Rates(lambda: 100.0, self.clock)
         self.fetcher = Fetcher(
             self.scheduler,
             self.device,
@@ -204,6 +204,18 @@ def test_35_a_store_that_fails_is_not_asked_again_for_a_while(error: Exception, 
     assert desk.other.num_reads == 1
     assert desk.fetched((OWN, keys("a"))) is None
     desk.clock.now += PAUSE_S
+    assert desk.fetched((OTHER, keys("b"))) is None
+
+
+def test_a_store_that_failed_is_asked_again_however_often_others_are_told_that_it_is_passed_over() -> None:
+    desk = Desk()
+    desk.other.error = BytesLost("ActorDiedError")
+    assert desk.fetched((OTHER, keys("b"))) is Fallback.STORE_LOST
+    desk.other.error = None
+    for _ in range(3):
+        desk.clock.now += PAUSE_S / 4
+        assert desk.fetched((OTHER, keys("b"))) is Fallback.STORE_LOST
+    desk.clock.now += PAUSE_S / 4
     assert desk.fetched((OTHER, keys("b"))) is None
 
 

@@ -69,7 +69,7 @@ class Linked:
             self.bench.scheduler,
             self.bench.runner,
             Memory(),
-            Rates(lambda: 0.0),
+            Rates(lambda: 0.0, Clock()),
             bytes_per_block=BLOCK_BYTES,
             bytes_per_segment=BLOCK_BYTES,
             post=self._posted.put,
