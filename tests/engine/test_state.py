@@ -1,5 +1,7 @@
 """Prefixes of a model with sliding layers: where they are taken up, and which segments that needs."""
 
+import random
+
 import pytest
 
 from shoal.actors.engine.step import SequenceStep
@@ -240,4 +242,24 @@ def test_what_is_aborted_while_its_state_is_restored_gives_the_segments_back_aft
     assert segments.num_evictable == 6 - 2
     bench.step()
     assert segments.num_evictable == 6
+    assert bench.drained()
+
+
+def test_28_29_prompts_that_overlap_in_a_tiny_pool_lose_and_count_nothing_twice() -> None:
+    """Each step checks every owner; at rest all blocks, slots and segments are free or evictable, once each."""
+    bench = Bench(window=6, num_blocks=26, num_segments=7, max_num_seqs=3)
+    choose = random.Random(28)
+    for i in range(500):
+        shared, own = choose.randrange(len(PROMPT)), choose.randrange(1, 6)
+        bench.submit(a_request(f"{i}", [*PROMPT[:shared], *([choose.randrange(3, 50)] * own)], max_tokens=3))
+        for _ in range(choose.randrange(3)):
+            bench.step()
+        if choose.random() < 0.1:
+            bench.engine.abort(RequestId(f"{choose.randrange(i + 1)}"), 1)
+        if i % 50 == 49:
+            bench.finish()
+            pools = bench.pools
+            assert pools.num_available == pools.blocks.num_usable
+            assert pools.num_available_segments == pools.segments.num_usable
+            assert pools.slots is not None and pools.slots.num_free == pools.slots.num_usable
     assert bench.drained()
