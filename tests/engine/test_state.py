@@ -246,7 +246,7 @@ def test_what_is_aborted_while_its_state_is_restored_gives_the_segments_back_aft
 
 
 def test_28_29_prompts_that_overlap_in_a_tiny_pool_lose_and_count_nothing_twice() -> None:
-    """Each step checks every owner; at rest all blocks, slots and segments are free or evictable, once each."""
+    """Each step checks every owner; at rest every block, slot and segment is free or evictable, and once."""
     bench = Bench(window=6, num_blocks=26, num_segments=7, max_num_seqs=3)
     choose = random.Random(28)
     for i in range(500):
