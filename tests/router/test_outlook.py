@@ -14,7 +14,7 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestId,
 )
-from shoal.actors.router.placement import CheapestEngine, Placement
+from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key, segment_key
 from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
@@ -42,7 +42,7 @@ class Cluster:
     sequences: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placement = CheapestEngine(block_size=BLOCK, clock=lambda: 0.0)
+        self.placement = Placer(block_size=BLOCK, clock=lambda: 0.0)
         self.placement.set_engines([self.engine(A, "east"), self.engine(B, "west")])
         self.set_stores(EAST, WEST)
 

@@ -19,7 +19,7 @@ from shoal.actors.router.engine_view import (
     OUTPUT_TOKENS,
     ROW_WEIGHT,
 )
-from shoal.actors.router.placement import CheapestEngine, Placement
+from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
 A, B, C, D = (EngineId(f"engine-{letter}") for letter in "abcd")
@@ -84,7 +84,7 @@ class Cluster:
         self.now = 0.0
         self.num_snapshots = 0
         self.engines = {engine_id: Engine(engine_id) for engine_id in engine_ids}
-        self.placement = CheapestEngine(block_size=BLOCK, clock=lambda: self.now)
+        self.placement = Placer(block_size=BLOCK, clock=lambda: self.now)
         self.placement.set_engines(infos(*engine_ids))
         self.answer_snapshots()
         self._num_requests = 0
@@ -125,7 +125,7 @@ class Cluster:
 
 
 def test_without_engines_there_is_no_place() -> None:
-    placement = CheapestEngine(block_size=BLOCK, clock=lambda: 0.0)
+    placement = Placer(block_size=BLOCK, clock=lambda: 0.0)
     request = PlacementRequest(request_id=RequestId("r"), attempt=1, num_prompt_tokens=10)
     assert placement.place(request) is None
     placement.set_engines(infos(A))
