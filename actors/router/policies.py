@@ -22,6 +22,7 @@ compute for a share `load` of the time, 1 / (1 - load) times as much: it delays 
 idle again."""
 
 MAX_LOAD = 0.75
+"""The weight grows no more beyond it: there queues grow whatever is hit."""
 
 DISPLACEMENT_WEIGHT = 1.5
 """A fetched token costs so much beside the time that it takes: it takes another's place on the device, and
