@@ -10,7 +10,8 @@ from ray.exceptions import RayError
 
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PlacementReply, PlacementRequest
 from shoal.actors.router.fetch_plan import Holder
-from shoal.actors.router.placement import CheapestEngine
+from shoal.actors.router.placement import Placer
+from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import StoreInfo, StoreReport
@@ -24,8 +25,8 @@ SNAPSHOT_DEADLINE_S = 10.0
 class RouterActor:
     """Holds nothing that cannot be told again: after a restart, members, loads and prefixes arrive anew."""
 
-    def __init__(self, block_size: int) -> None:
-        self._placement = CheapestEngine(block_size=block_size, clock=time.monotonic)
+    def __init__(self, block_size: int, policy: RoutingPolicyName = "cost") -> None:
+        self._placement = Placer(block_size=block_size, clock=time.monotonic, policy=routing_policy(policy))
         self._actors: dict[Holder, Any] = {}
         self._asking: set[asyncio.Task[None]] = set()
 

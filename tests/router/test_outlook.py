@@ -14,7 +14,7 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestId,
 )
-from shoal.actors.router.placement import CheapestEngine, Placement
+from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key, segment_key
 from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
@@ -42,7 +42,7 @@ class Cluster:
     sequences: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placement = CheapestEngine(block_size=BLOCK, clock=lambda: 0.0)
+        self.placement = Placer(block_size=BLOCK, clock=lambda: 0.0)
         self.placement.set_engines([self.engine(A, "east"), self.engine(B, "west")])
         self.set_stores(EAST, WEST)
 
@@ -67,7 +67,15 @@ class Cluster:
         self.sequences[holder] = self.sequences.get(holder, 0) + 1
         return self.sequences[holder]
 
-    def engine_has(self, engine_id: EngineId, keys: tuple[BlockKey, ...], *, uncomputed: int = 0) -> None:
+    def engine_has(
+        self,
+        engine_id: EngineId,
+        keys: tuple[BlockKey, ...],
+        *,
+        uncomputed: int = 0,
+        fetch_tokens_per_s: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """It computes 1,000 tokens/s."""
         self.placement.report(
             EngineReport(
                 engine_id=engine_id,
@@ -75,6 +83,8 @@ class Cluster:
                 num_requests=0,
                 uncomputed_tokens=uncomputed,
                 tokens_per_s=1000.0,
+                own_fetch_tokens_per_s=fetch_tokens_per_s[0],
+                other_fetch_tokens_per_s=fetch_tokens_per_s[1],
                 received=(),
                 stored=keys,
             )
@@ -126,6 +136,44 @@ def test_work_that_stands_there_sends_it_to_another_node_and_the_store_with_it()
     assert cluster.place() == Placement(
         engine_id=A, expected_hit_tokens=8 * BLOCK, sources=(source(WEST, 0, 8),)
     )
+
+
+def test_a_fetch_weighs_what_it_takes_by_what_computing_takes() -> None:
+    """128 tokens from another node at 4,000 tokens/s weigh 32, from the own one at 8,000 weigh 16."""
+    for uncomputed, chosen in ((15, B), (17, A)):
+        cluster = Cluster()
+        cluster.store_has(WEST, blocks(range(8)))
+        cluster.engine_has(A, (), fetch_tokens_per_s=(8000.0, 4000.0))
+        cluster.engine_has(B, (), uncomputed=uncomputed, fetch_tokens_per_s=(8000.0, 4000.0))
+        assert cluster.place().engine_id == chosen
+
+
+def test_what_is_fetched_takes_a_place_on_the_device_where_it_is_not() -> None:
+    """128 tokens on one device outweigh 224 that stand there, though the other can fetch them."""
+    for uncomputed, chosen in ((223, A), (225, B)):
+        cluster = Cluster()
+        cluster.engine_has(A, blocks(range(8)), uncomputed=uncomputed)
+        cluster.store_has(WEST, blocks(range(8)))
+        assert cluster.place().engine_id == chosen
+
+
+def test_what_the_engine_would_rather_compute_is_no_hit() -> None:
+    """Else requests would be spread in the belief that their prefixes come along."""
+    cluster = Cluster()
+    cluster.store_has(WEST, blocks(range(8)))
+    for engine_id in (A, B):
+        cluster.engine_has(engine_id, (), fetch_tokens_per_s=(8000.0, 900.0))
+    assert cluster.place(10 * BLOCK + 1, B) == Placement(engine_id=A, expected_hit_tokens=0)
+    assert cluster.place(10 * BLOCK + 1, A).sources == (source(WEST, 0, 8),), "it is fast to its own store"
+
+
+def test_over_a_slow_network_the_own_nodes_store_still_counts() -> None:
+    cluster = Cluster()
+    cluster.store_has(EAST, blocks(range(3)))
+    cluster.store_has(WEST, blocks(range(8)))
+    cluster.engine_has(A, (), fetch_tokens_per_s=(8000.0, 500.0))
+    placed = cluster.place(10 * BLOCK + 1, B)
+    assert (placed.expected_hit_tokens, placed.sources) == (3 * BLOCK, (source(EAST, 0, 3),))
 
 
 def test_what_the_device_holds_is_not_fetched() -> None:
