@@ -75,3 +75,42 @@ def test_any_history_leaves_what_a_dict_of_sets_would_hold(
         assert directory.keys_of(holder) == held
         leading = next((i for i, key in enumerate(wanted) if key not in held), len(wanted))
         assert directory.match(wanted).get(holder, 0) == (leading if held else 0)
+
+
+def test_beyond_its_bound_whoever_has_most_loses_what_it_said_last() -> None:
+    directory: Directory[str] = Directory(max_entries=6)
+    directory.add("east", keys("abcd"))
+    directory.add("west", keys("xy"))
+    directory.add("south", keys("m"))
+    assert directory.match(keys("abcd"))["east"] == 3, "the end of its path is gone, the head is not"
+    directory.add("east", keys("e"))
+    assert directory.keys_of("east") == set(keys("abc"))
+    assert (directory.size.num_entries, directory.size.num_dropped) == (6, 2)
+    assert directory.take_cut() == set(), "no room yet"
+    directory.discard("west", keys("x"))
+    assert directory.take_cut() == {"east"}
+    assert directory.take_cut() == set(), "once"
+
+
+@settings(deadline=None)
+@given(OPERATIONS, st.integers(1, 12))
+def test_whatever_is_said_the_bound_holds_and_nothing_is_made_up(
+    operations: list[tuple[str, str, list[BlockKey]]], max_entries: int
+) -> None:
+    directory: Directory[str] = Directory(max_entries)
+    model: dict[str, set[BlockKey]] = {}
+    for name, holder, named in operations:
+        match name:
+            case "add":
+                directory.add(holder, named)
+                model.setdefault(holder, set()).update(named)
+            case "discard":
+                directory.discard(holder, named)
+                model.setdefault(holder, set()).difference_update(named)
+            case _:
+                directory.forget(holder)
+                model.pop(holder, None)
+        directory.check()
+        assert all(directory.keys_of(holder) <= model.get(holder, set()) for holder in "ABCDE")
+        whole = directory.size.num_entries == sum(map(len, model.values()))
+        assert whole or directory.size.num_dropped
