@@ -26,6 +26,7 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestId,
 )
+from shoal.actors.router.members import Members
 from shoal.actors.router.placement import CheapestEngine
 from shoal.kvstore.block_hash import KEY_BYTES, BlockKey
 from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
@@ -120,26 +121,27 @@ class Replay:
         stores = [Store(StoreId(f"store of {node}"), node) for node in sorted(set(nodes))]
         self._engines = {engine.engine_id: engine for engine in engines}
         self._stores = {store.node: store for store in stores if engines_per_node}
-        self._placement = CheapestEngine(block_size=block_size, clock=lambda: self._now)
+        self._members = Members(lambda: self._now)
+        self._placement = CheapestEngine(self._members, block_size=block_size, clock=lambda: self._now)
         self._introduce()
         self._first_token_s: list[float] = []
         self._num_prompt_tokens = 0
         self._fetched_tokens = 0
 
     def _introduce(self) -> None:
-        self._placement.set_engines(
+        self._members.set_engines(
             EngineInfo(engine_id=engine.engine_id, node=engine.node, backend="", memory="", fingerprint=b"")
             for engine in self._engines.values()
         )
-        self._placement.set_stores(
+        self._members.set_stores(
             StoreInfo(store_id=store.store_id, node=node, budget_bytes=1)
             for node, store in self._stores.items()
         )
-        self._placement.take_snapshot_requests()
+        self._members.take_snapshot_requests()
         for engine_id in self._engines:
-            self._placement.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
+            self._members.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
         for store in self._stores.values():
-            self._placement.restore(StoreSnapshot(store_id=store.store_id, sequence=0, block_keys=()))
+            self._members.restore(StoreSnapshot(store_id=store.store_id, sequence=0, block_keys=()))
 
     def run(self, requests: Iterable[Request]) -> Outcome:
         for request in requests:
@@ -202,7 +204,7 @@ class Replay:
         engine.held.update(keys)
         if store := self._stores.get(engine.node):
             report = store.report(keys)
-            self._at(self._now + REPORT_S, partial(self._placement.report_store, report))
+            self._at(self._now + REPORT_S, partial(self._members.report_store, report))
 
     def _compute(self, engine: Engine) -> None:
         request = engine.queue[0]
@@ -236,7 +238,7 @@ class Replay:
         engine.sequence += 1
         received, engine.received = engine.received, []
         stored, engine.stored = engine.stored, []
-        self._placement.report(
+        self._members.report(
             EngineReport(
                 engine_id=engine.engine_id,
                 sequence=engine.sequence,
