@@ -191,6 +191,10 @@ class EngineReport:
     """Of all its requests' prompts: work that stands before a new one's first token."""
     tokens_per_s: float
     """How fast it lately computed prompts; 0 before the first."""
+    own_fetch_tokens_per_s: float = 0.0
+    """How fast it fetches from its own node's store, by its own measure; 0 if it cannot tell."""
+    other_fetch_tokens_per_s: float = 0.0
+    """The same of other nodes' stores."""
     received: tuple[tuple[RequestId, int], ...]
     """(request, attempt) pairs that arrived since the report before; the router drops its notes of them."""
     stored: tuple[BlockKey, ...] = ()

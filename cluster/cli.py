@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from shoal.actors.engine.transfers import WritePolicy
+from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype, RowDtype
@@ -67,6 +68,9 @@ def serve(
     kv_write_policy: Annotated[
         WritePolicy, typer.Option(help="What engines save in their node's store, and when.")
     ] = "write_through",
+    routing_policy: Annotated[
+        RoutingPolicyName, typer.Option(help="How the router chooses an engine for a request.")
+    ] = "cost",
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of one engine.")] = None,
     require_kernels: Annotated[
         bool, typer.Option("--require-kernels", help="Refuse to start on the slow torch reference.")
@@ -103,6 +107,7 @@ def serve(
                 kv_cache_dtype=kv_cache_dtype,
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
+                routing_policy=routing_policy,
                 require_kernels=require_kernels,
                 http=HttpConfig(host=host, port=port, api_key=api_key),
                 address=address,

@@ -116,8 +116,8 @@ class RayLauncher:
         return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
 
     def router(self) -> RayRouter:
-        block_size = self._spec.engine.block_size
-        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, block_size))
+        args = (self._spec.engine.block_size, self._spec.routing_policy)
+        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args))
 
     def ingress(self, index: int) -> RayIngress:
         name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]

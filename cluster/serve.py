@@ -25,6 +25,7 @@ from shoal.actors.engine.models.decoder_config import LeanModel, load_config, lo
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.ending import end, end_actor, home_of
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
@@ -75,6 +76,7 @@ class ServeOptions:
     """Of each node; 0 is none."""
     kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
+    routing_policy: RoutingPolicyName = "cost"
     require_kernels: bool = False
     http: HttpConfig = field(default_factory=HttpConfig)
     address: str | None = None
@@ -223,6 +225,7 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
         model=model,
         num_engines=options.engines,
         kv_store_bytes=options.kv_store_bytes,
+        routing_policy=options.routing_policy,
         http=_listeners(options.http, options.ingresses),
         engine=EngineConfig(
             checkpoint=model.checkpoint,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.actors.router.policies import RoutingPolicyName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class ClusterSpec:
     """Host memory for prefixes, of each node with engines. None: a share of its object store; 0: none."""
     http: tuple[HttpConfig, ...]
     """Where each ingress listens."""
+    routing_policy: RoutingPolicyName = "cost"
 
     def __post_init__(self) -> None:
         if self.num_engines < 1:

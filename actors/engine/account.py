@@ -17,6 +17,8 @@ class Turn:
     num_requests: int
     uncomputed_tokens: int
     tokens_per_s: float
+    own_fetch_tokens_per_s: float = 0.0
+    other_fetch_tokens_per_s: float = 0.0
     arrived: tuple[Arrival, ...] = ()
     prefixes: PrefixChanges = field(default_factory=PrefixChanges)
 
@@ -60,6 +62,8 @@ class Account:
             num_requests=self._last.num_requests,
             uncomputed_tokens=self._last.uncomputed_tokens,
             tokens_per_s=self._last.tokens_per_s,
+            own_fetch_tokens_per_s=self._last.own_fetch_tokens_per_s,
+            other_fetch_tokens_per_s=self._last.other_fetch_tokens_per_s,
             received=tuple(arrived),
             stored=tuple(key for key, stored in is_stored.items() if stored),
             removed=tuple(key for key, stored in is_stored.items() if not stored),

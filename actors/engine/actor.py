@@ -222,6 +222,8 @@ class EngineActor:
             num_requests=num_requests,
             uncomputed_tokens=engine.uncomputed_tokens,
             tokens_per_s=self._built.runner.tokens_per_s,
+            own_fetch_tokens_per_s=self._built.fetch_tokens_per_s("own_store"),
+            other_fetch_tokens_per_s=self._built.fetch_tokens_per_s("other_store"),
             arrived=tuple(arrived),
             prefixes=engine.take_prefix_changes(),
         )

@@ -32,7 +32,7 @@ from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import Draw, SequenceId, SequenceStep, StepPlan
 from shoal.actors.engine.timed_runner import TimedRunner
-from shoal.actors.engine.transfers import StoreView
+from shoal.actors.engine.transfers import Place, StoreView
 from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
@@ -87,6 +87,11 @@ class BuiltEngine:
     scheduler: Scheduler
     rates: Rates
     """Of the stores. Fed by whoever fetches, asked by the scheduler."""
+
+    def fetch_tokens_per_s(self, place: Place) -> float:
+        """0 if a token of a prompt has no rows in blocks."""
+        bytes_per_token = self.layout.blocks.bytes_per_token
+        return self.rates.bytes_per_s(place) / bytes_per_token if bytes_per_token else 0.0
 
 
 def load_model(

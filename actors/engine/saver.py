@@ -27,7 +27,7 @@ EXTENT_PIECES = 256
 """At most: blocks of a model without paged layers have no bytes."""
 
 BATCH_BYTES = 2 * EXTENT_BYTES
-"""Copied, and not to be given to anybody else, at a time."""
+"""Copied, and not to be given to anybody else, at a time; or one piece, if that is larger."""
 
 PAUSE_S = 1.0
 """A store that does not answer is left alone for so long. What would be saved stays cached meanwhile."""
@@ -106,7 +106,8 @@ class Saver:
         """Begin to copy if there is something to save and room for it."""
         if self._is_copying or not self.has_store or self._clock() < self._paused_until:
             return
-        pieces = self._scheduler.take_saves(min(BATCH_BYTES, self._staging.room_bytes))
+        batch_bytes = max(BATCH_BYTES, self._bytes_per_block, self._bytes_per_segment)
+        pieces = self._scheduler.take_saves(min(batch_bytes, self._staging.room_bytes))
         if pieces:
             self._is_copying = True
             copying = self._copies.submit(self._copy, pieces)

@@ -11,7 +11,8 @@ from ray.exceptions import RayError
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PlacementReply, PlacementRequest
 from shoal.actors.router.fetch_plan import Holder
 from shoal.actors.router.members import Members
-from shoal.actors.router.placement import CheapestEngine
+from shoal.actors.router.placement import Placer
+from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.directory import DirectorySize
@@ -27,9 +28,11 @@ SNAPSHOT_DEADLINE_S = 10.0
 class RouterActor:
     """Holds nothing that cannot be told again: after a restart, members, loads and prefixes arrive anew."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, policy: RoutingPolicyName = "cost") -> None:
         self._members = Members(time.monotonic)
-        self._placement = CheapestEngine(self._members, block_size=block_size, clock=time.monotonic)
+        self._placer = Placer(
+            self._members, block_size=block_size, clock=time.monotonic, policy=routing_policy(policy)
+        )
         self._actors: dict[Holder, Any] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
@@ -49,7 +52,7 @@ class RouterActor:
 
     async def place(self, request: PlacementRequest) -> PlacementReply | None:
         """None when no engine is ready but those that the request excludes."""
-        placed = self._placement.place(request)
+        placed = self._placer.place(request)
         if placed is None:
             return None
         return PlacementReply(engine_id=placed.engine_id, sources=placed.sources)

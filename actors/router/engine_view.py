@@ -41,6 +41,7 @@ class EngineView:
         self.rule = info.rule
         self.tokens_per_s = 0.0
         """By its own measure; 0 before the first."""
+        self.own_fetch_tokens_per_s = self.other_fetch_tokens_per_s = 0.0
         self.last_placed = 0
         self._sequence = 0
         self._num_requests = 0
@@ -56,23 +57,28 @@ class EngineView:
     def num_requests(self) -> int:
         return self._num_requests + len(self._notes)
 
-    def standing_tokens(self, now: float) -> float:
-        """Work that a newcomer meets here, in tokens."""
-        waiting = (
-            self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * self.num_requests
-        )
-        return waiting + RECENT_WEIGHT * self.recent_tokens(now)
+    @property
+    def waiting_tokens(self) -> float:
+        """Work that stands here now, in tokens."""
+        num_requests = self._num_requests + len(self._notes)
+        return self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * num_requests
+
+    def prospects(self, fastest: float, now: float) -> tuple[float, float]:
+        """Of a newcomer: tokens that stand before it, and at what speed, in tokens a second, they pass.
+
+        That is the engine's own measure as far as it convinces, for the rest as fast as any (`fastest`), so
+        that it is tried.
+        """
+        recent = self.recent_tokens(now)
+        standing = self.waiting_tokens + RECENT_WEIGHT * recent
+        if not self.tokens_per_s:
+            return standing, fastest
+        conviction = recent / (recent + CONVINCING_TOKENS)
+        return standing, fastest + (self.tokens_per_s - fastest) * conviction
 
     def recent_tokens(self, now: float) -> float:
         """Work that was placed here, faded."""
         return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
-
-    def believed_tokens_per_s(self, fastest: float, now: float) -> float:
-        """Its own measure as far as that convinces, for the rest as fast as any, so that it is tried."""
-        if not self.tokens_per_s:
-            return fastest
-        recent = self.recent_tokens(now)
-        return fastest + (self.tokens_per_s - fastest) * recent / (recent + CONVINCING_TOKENS)
 
     def report(self, report: EngineReport) -> None:
         for key in report.received:
@@ -84,6 +90,8 @@ class EngineView:
             self._num_requests = report.num_requests
             self._uncomputed_tokens = report.uncomputed_tokens
             self.tokens_per_s = report.tokens_per_s
+            self.own_fetch_tokens_per_s = report.own_fetch_tokens_per_s
+            self.other_fetch_tokens_per_s = report.other_fetch_tokens_per_s
 
     def note(self, request: PlacementRequest, num_held: int, computed_tokens: int, now: float) -> None:
         """The request goes here: it is work, and its prefix will be here, though no report says so yet.

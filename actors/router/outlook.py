@@ -1,9 +1,9 @@
 """What engines could spare themselves of one prompt: by what they hold, and by what stores have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.actors.messages import PlacementRequest, PrefixSource
+from shoal.actors.messages import EngineId, PlacementRequest, PrefixSource
 from shoal.actors.router.engine_view import EngineView
 from shoal.actors.router.fetch_plan import Holder, plan_fetch
 from shoal.actors.router.whereabouts import Whereabouts
@@ -15,8 +15,8 @@ COMPUTE_WEIGHT = 4.0
 """To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""
 
 OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT = 0.25, 1.0
-"""To fetch one, from the engine's own node's store or from another's: it delays its own request alone, and by
-less than computing does."""
+"""To fetch one, from the engine's own node's store or from another's, while the engine has not said how fast
+it does: it delays its own request alone. Else the time that it takes, by that of computing one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,23 @@ class Prospect:
     """In blocks. Where it would go on computing, with what it holds and what is worth fetching."""
     tokens: float
     """What the request costs there by itself, in tokens that stand there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One way to take the prompt up, and what must be fetched for it."""
+
+    resume: Resume
+    computed_tokens: int
+    own_tokens: int = 0
+    other_tokens: int = 0
+
+    def fetch_tokens(self, engine: EngineView) -> float:
+        own, other = _fetch_weights(engine)
+        return own * self.own_tokens + other * self.other_tokens
+
+
+_Similar = tuple[BoundaryRule, int, int, StoreId | None, EngineId | None]
 
 
 class Outlook:
@@ -46,22 +63,70 @@ class Outlook:
         self._where = Whereabouts(directory, request.block_keys)
         self._leading = directory.match(request.block_keys)
         self._furthest: dict[BoundaryRule, int] = {}
+        self._ways: dict[_Similar, tuple[_Way, ...]] = {}
         self._own = stores
         self._bits = {store_id: directory.bit(store_id) for store_id in stores.values()}
         self._any_store = sum(self._bits.values())
         self._num_stored = self._where.leading(self._any_store) if self._any_store else 0
 
     def of(self, engine: EngineView) -> Prospect:
-        num_on_device = self._num_on_device(engine)
-        on_device = self._resume(engine, num_on_device, self._directory.bit(engine.engine_id))
-        alone = COMPUTE_WEIGHT * self.computed_tokens(on_device)
-        if self._any_store and on_device.boundary < self._limit:
-            with_stores = self._resume_with_stores(engine, num_on_device)
-            fetch_tokens = self._fetch_tokens(engine, num_on_device, with_stores)
-            helped = COMPUTE_WEIGHT * self.computed_tokens(with_stores) + fetch_tokens
-            if helped < alone:
-                return Prospect(num_on_device=num_on_device, resume=with_stores, tokens=helped)
-        return Prospect(num_on_device=num_on_device, resume=on_device, tokens=alone)
+        """Engines that have equally much of the prompt share one, so that many cost little more than few."""
+        device = self._directory.bit(engine.engine_id)
+        num_on_device = self._extend(self._leading.get(engine.engine_id, 0), engine, device)
+        reach, own_store = num_on_device, None
+        if self._any_store:
+            reach = self._extend(max(num_on_device, self._num_stored), engine, device | self._any_store)
+            own_store = self._own.get(engine.node)
+        alone = engine.engine_id if engine.rule.num_segments else None  # who has which segments varies
+        similar = (engine.rule, num_on_device, reach, own_store, alone)
+        ways = self._ways.get(similar)
+        if ways is None:
+            ways = self._ways[similar] = tuple(self._ways_of(engine, num_on_device, reach))
+        way = self._best(ways, engine)
+        tokens = COMPUTE_WEIGHT * way.computed_tokens + way.fetch_tokens(engine)
+        return Prospect(num_on_device=num_on_device, resume=way.resume, tokens=tokens)
+
+    def _best(self, ways: Sequence[_Way], engine: EngineView) -> _Way:
+        """The first that the engine will take: it fetches what is there sooner than computed."""
+        on_device, *fetched = ways
+        for way in fetched:
+            spared = on_device.computed_tokens - way.computed_tokens
+            if way.fetch_tokens(engine) < (spared if _is_measured(engine) else COMPUTE_WEIGHT * spared):
+                return way
+        return on_device
+
+    def _ways_of(self, engine: EngineView, num_on_device: int, reach: int) -> Iterator[_Way]:
+        """With what is on the device; with all stores; with the own node's."""
+        device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
+        on_device = self._resume(engine, num_on_device, device)
+        yield _Way(resume=on_device, computed_tokens=self.computed_tokens(on_device))
+        if not self._any_store or on_device.boundary >= self._limit:
+            return
+        yield self._fetching(engine, num_on_device, reach, self._any_store)
+        if own_store and self._any_store != self._bits[own_store]:
+            own = self._bits[own_store]
+            yield self._fetching(
+                engine, num_on_device, self._extend(num_on_device, engine, device | own), own
+            )
+
+    def _fetching(self, engine: EngineView, num_on_device: int, reach: int, stores: int) -> _Way:
+        """A segment counts as a block. Those that are expected are counted too: they are few."""
+        device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
+        resume = self._resume(engine, reach, device | stores)
+        where, own = self._where, self._bits[own_store] if own_store else 0
+        blocks = range(num_on_device, resume.boundary)
+        segments = [i for i in engine.rule.segments_at(resume.start) if not where.segment(i) & device]
+        num_own = sum(bool(where.segment(i) & own) for i in segments)
+        if own_store and self._leading.get(own_store, 0) >= resume.boundary:
+            num_own += len(blocks)
+        elif own:
+            num_own += sum(bool(where.blocks[i] & own) for i in blocks)
+        return _Way(
+            resume=resume,
+            computed_tokens=self.computed_tokens(resume),
+            own_tokens=num_own * self._block_size,
+            other_tokens=(len(blocks) + len(segments) - num_own) * self._block_size,
+        )
 
     def computed_tokens(self, resume: Resume) -> int:
         return self._request.num_prompt_tokens - resume.start * self._block_size
@@ -76,10 +141,6 @@ class Outlook:
         if not blocks and not segments:
             return ()
         return plan_fetch(where, blocks, segments, self._bits, self._own.get(engine.node))
-
-    def _num_on_device(self, engine: EngineView) -> int:
-        length = self._leading.get(engine.engine_id, 0)
-        return self._extend(length, engine, self._directory.bit(engine.engine_id))
 
     def _extend(self, length: int, engine: EngineView, holders: int) -> int:
         """So many leading blocks are there, and those behind them that a holder has or the engine expects."""
@@ -105,23 +166,13 @@ class Outlook:
             self._furthest[rule] = rule.furthest(self._limit, lambda i: bool(self._where.segment(i))).boundary
         return self._furthest[rule]
 
-    def _resume_with_stores(self, engine: EngineView, num_on_device: int) -> Resume:
-        holders = self._directory.bit(engine.engine_id) | self._any_store
-        num_blocks = self._extend(max(num_on_device, self._num_stored), engine, holders)
-        return self._resume(engine, num_blocks, holders)
 
-    def _fetch_tokens(self, engine: EngineView, num_on_device: int, resume: Resume) -> float:
-        """A segment counts as a block. Those that are expected are counted too: they are few."""
-        own_store = self._own.get(engine.node)
-        bit = self._bits[own_store] if own_store else 0
-        device = self._directory.bit(engine.engine_id)
-        where = self._where
-        segments = [i for i in engine.rule.segments_at(resume.start) if not where.segment(i) & device]
-        num_own = sum(bool(where.segment(i) & bit) for i in segments)
-        num_fetched = max(0, resume.boundary - num_on_device) + len(segments)
-        if own_store and self._leading.get(own_store, 0) >= resume.boundary:
-            num_own += max(0, resume.boundary - num_on_device)
-        elif bit:
-            num_own += sum(bool(where.blocks[i] & bit) for i in range(num_on_device, resume.boundary))
-        num_other = num_fetched - num_own
-        return self._block_size * (OWN_FETCH_WEIGHT * num_own + OTHER_FETCH_WEIGHT * num_other)
+def _is_measured(engine: EngineView) -> bool:
+    return bool(engine.tokens_per_s and engine.own_fetch_tokens_per_s and engine.other_fetch_tokens_per_s)
+
+
+def _fetch_weights(engine: EngineView) -> tuple[float, float]:
+    if not _is_measured(engine):
+        return OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT
+    speed = engine.tokens_per_s
+    return speed / engine.own_fetch_tokens_per_s, speed / engine.other_fetch_tokens_per_s

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.actors.messages import EngineId, PlacementRequest, PrefixSource
-from shoal.actors.router.engine_view import UNMEASURED_TOKENS_PER_S, EngineView
 from shoal.actors.router.members import Members
 from shoal.actors.router.outlook import Outlook
+from shoal.actors.router.policies import CheapestEngine, RoutingPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,24 +17,26 @@ class Placement:
     sources: tuple[PrefixSource, ...] = ()
 
 
-class CheapestEngine:
-    """Places where a request costs the least time: its own, and that of everybody behind it.
-
-        cost in ms = (COMPUTE_WEIGHT · tokens to compute there + a fetch weight · tokens to fetch there
-                      + tokens standing there) / tokens per ms there
-
-    The longest prefix alone would be a trap: all who share a system prompt would go to one engine for ever.
-    Here they stay together until the work that stands there outweighs computing the prefix once more, or
-    fetching it; then another engine has it too. Among equals the one placed on longest ago is next.
+class Placer:
+    """Sends each request to an engine that the policy chooses, by what all are known to hold and to do.
 
     An engine's report is some milliseconds old. What was placed since is known from our own notes: without
     them a burst would go where the last report was lowest, and would see nothing of the prefix it shares.
     """
 
-    def __init__(self, members: Members, *, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        members: Members,
+        *,
+        block_size: int,
+        clock: Callable[[], float],
+        policy: RoutingPolicy | None = None,
+    ) -> None:
+        """policy: the cheapest engine unless another is named."""
         self._members = members
         self._block_size = block_size
         self._clock = clock
+        self._policy = policy or CheapestEngine()
         self._num_placed = 0
 
     def place(self, request: PlacementRequest) -> Placement | None:
@@ -46,17 +48,10 @@ class CheapestEngine:
         for engine in engines:
             engine.forget_old(now)
         outlook = Outlook(request, members.directory, members.stores, self._block_size)
-        prospects = {engine: outlook.of(engine) for engine in engines}
-        fastest = max(e.tokens_per_s for e in members.engines.values()) or UNMEASURED_TOKENS_PER_S
-
-        def rank(engine: EngineView) -> tuple[float, int]:
-            tokens = prospects[engine].tokens + engine.standing_tokens(now)
-            return 1e3 * tokens / engine.believed_tokens_per_s(fastest, now), engine.last_placed
-
-        engine = min(engines, key=rank)
+        engine = self._policy.choose(engines, outlook, now)
         self._num_placed += 1
         engine.last_placed = self._num_placed
-        chosen = prospects[engine]
+        chosen = outlook.of(engine)
         engine.note(request, chosen.num_on_device, outlook.computed_tokens(chosen.resume), now)
         return Placement(
             engine_id=engine.engine_id,

@@ -1,13 +1,15 @@
-"""`shoal bench`: one engine beside peers, or any server that speaks OpenAI's API under load."""
+"""`shoal bench`: one engine beside peers, a server under load, a trace on simulated engines."""
 
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
 
+from shoal.actors.engine.transfers import WritePolicy
+from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.bench.contender import Dtype, PeerError, PeerName
 from shoal.cluster.bench.serve.arrivals import ArrivalName
 from shoal.cluster.bench.serve.dialogue import Endpoint
@@ -227,6 +229,81 @@ def serve(
         console.print(f"drawn to {plot}", **PLAIN)
     if not summary.completed:
         raise typer.Exit(1)
+
+
+@app.command()
+def trace(
+    file: Annotated[Path, typer.Argument(help="JSON lines in Mooncake's format.")],
+    *,
+    policy: Annotated[
+        Literal[RoutingPolicyName, "all"], typer.Option(help="How requests are placed; all: side by side.")
+    ] = "cost",
+    engines: Annotated[int, typer.Option(min=1, help="Simulated engines.")] = 8,
+    engines_per_node: Annotated[int, typer.Option(min=1, help="That share a store and a network link.")] = 8,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens that a hash id stands for.")] = 512,
+    blocks: Annotated[int, typer.Option(min=0, help="That an engine holds; 0: all of the trace.")] = 450,
+    store_blocks: Annotated[
+        int, typer.Option(min=-1, help="That a node's store holds; 0: no stores, -1: all of the trace.")
+    ] = 4000,
+    kv_write_policy: Annotated[WritePolicy, typer.Option(help="As of `shoal serve`.")] = "write_through",
+    bytes_per_token: Annotated[int, typer.Option(min=1, help="Of keys and values.")] = 262_144,
+    prefill_tokens_per_s: Annotated[float, typer.Option(help="Of a prompt, by one engine.")] = 8000.0,
+    step_ms: Annotated[float, typer.Option(help="A step that only draws, with one short sequence.")] = 16.0,
+    row_ms: Annotated[float, typer.Option(help="Each sequence more in a step.")] = 0.05,
+    context_us: Annotated[float, typer.Option(help="Each thousand tokens of context in a step.")] = 65.0,
+    own_link: Annotated[float, typer.Option(help="GB/s from the own node's store.")] = 6.0,
+    own_latency_ms: Annotated[float, typer.Option(help="Of such a fetch.")] = 3.0,
+    other_link: Annotated[float, typer.Option(help="GB/s into a node from the other nodes' stores.")] = 0.9,
+    other_latency_ms: Annotated[float, typer.Option(help="Of such a fetch.")] = 5.0,
+    rate: Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")] = 1.0,
+    schedule: Annotated[
+        str, typer.Option(help="A file, or such as '600 join 2; 900 die 3; 1200 drain 0': seconds first.")
+    ] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture here.")] = None,
+) -> None:
+    """Replay a trace through the real router, prefix caches and stores, on simulated engines."""
+    from shoal.cluster.bench.trace.config import EngineSpeed, Link, TraceConfig  # noqa: PLC0415
+    from shoal.cluster.bench.trace.report import as_json, show  # noqa: PLC0415
+    from shoal.cluster.bench.trace.run import replay_all  # noqa: PLC0415
+    from shoal.cluster.bench.trace.schedule import read_schedule  # noqa: PLC0415
+    from shoal.cluster.bench.trace.traces import at_rate, read_trace  # noqa: PLC0415
+
+    console = Console()
+    with one_line_errors(OSError):
+        _check_writable(json_file)
+        _check_plot(plot)
+        if rate <= 0:
+            raise ValueError(f"--rate must be positive, got {rate:g}")
+        events = read_schedule(schedule)
+        config = TraceConfig(
+            num_engines=engines,
+            engines_per_node=engines_per_node,
+            block_size=block_size,
+            bytes_per_token=bytes_per_token,
+            num_blocks=blocks or None,
+            num_store_blocks=None if store_blocks < 0 else store_blocks,
+            write_policy=kv_write_policy,
+            speed=EngineSpeed(
+                prefill_tokens_per_s=prefill_tokens_per_s,
+                step_s=step_ms / 1e3,
+                row_s=row_ms / 1e3,
+                context_token_s=context_us / 1e9,
+            ),
+            own_link=Link(bytes_per_s=own_link * 1e9, latency_s=own_latency_ms / 1e3),
+            other_link=Link(bytes_per_s=other_link * 1e9, latency_s=other_latency_ms / 1e3),
+        )
+        requests = at_rate(read_trace(file, block_size), rate)
+        policies = get_args(RoutingPolicyName) if policy == "all" else (policy,)
+        outcomes = replay_all(requests, config, events, policies, Console(stderr=True))
+    show(outcomes, config, console)
+    if json_file is not None:
+        write(json_file, as_json(outcomes, config, file.name), console)
+    if plot is not None:
+        from shoal.cluster.bench.trace.plot import draw  # noqa: PLC0415  (matplotlib is an extra)
+
+        draw(outcomes, f"{file.stem}: {len(requests):,} requests on {engines} engines", events, plot)
+        console.print(f"drawn to {plot}", **PLAIN)
 
 
 def _check_writable(path: Path | None) -> None:

@@ -24,7 +24,7 @@ from shoal.actors.messages import (
     RequestId,
 )
 from shoal.actors.router.members import Members
-from shoal.actors.router.placement import CheapestEngine
+from shoal.actors.router.placement import Placer
 from shoal.kvstore.block_hash import KEY_BYTES, BlockKey
 from tests.bench.index_dynamo import NUM_BLOCKS, Workload, memory_mib
 
@@ -46,7 +46,7 @@ class Index:
         self._now = 0.0
         self._sequences = [0] * num_holders
         self.members = Members(lambda: self._now)
-        self._placement = CheapestEngine(self.members, block_size=BLOCK_SIZE, clock=lambda: self._now)
+        self._placer = Placer(self.members, block_size=BLOCK_SIZE, clock=lambda: self._now)
         self.members.set_engines(
             EngineInfo(engine_id=engine_id(i), node=f"node-{i // 8}", backend="", memory="", fingerprint=b"")
             for i in range(num_holders)
@@ -76,7 +76,7 @@ class Index:
         )
 
     def place(self, request: PlacementRequest) -> None:
-        assert self._placement.place(request) is not None
+        assert self._placer.place(request) is not None
 
 
 def fill(index: Index, workload: Workload) -> float:

@@ -134,6 +134,16 @@ def test_extents_are_bounded_in_bytes_and_in_entries(monkeypatch: pytest.MonkeyP
     assert desk.names()[4:] == [["d0"]], "one piece alone may be larger"
 
 
+def test_a_block_larger_than_a_batch_is_saved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As are those of large models: 128 tokens of 256 KiB are 32 MiB."""
+    monkeypatch.setattr("shoal.actors.engine.saver.BATCH_BYTES", BLOCK_BYTES - 1)
+    desk = Desk()
+    desk.save(b("a", 0), b("a", 1))
+    for _ in range(2):
+        desk.copy()
+    assert desk.names() == [["a0"], ["a1"]]
+
+
 def test_full_staging_takes_nothing_and_goes_on_when_there_is_room() -> None:
     desk = Desk(staging_bytes=2 * BLOCK_BYTES)
     desk.save(*(b("a", i) for i in range(3)))

@@ -15,7 +15,7 @@ from shoal.actors.messages import (
     RequestId,
 )
 from shoal.actors.router.members import Members
-from shoal.actors.router.placement import CheapestEngine, Placement
+from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key, segment_key
 from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
@@ -44,7 +44,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.members = Members(lambda: 0.0)
-        self.placement = CheapestEngine(self.members, block_size=BLOCK, clock=lambda: 0.0)
+        self.placement = Placer(self.members, block_size=BLOCK, clock=lambda: 0.0)
         self.members.set_engines([self.engine(A, "east"), self.engine(B, "west")])
         self.set_stores(EAST, WEST)
 

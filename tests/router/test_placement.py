@@ -20,7 +20,7 @@ from shoal.actors.router.engine_view import (
     ROW_WEIGHT,
 )
 from shoal.actors.router.members import GRACE_S, Members
-from shoal.actors.router.placement import CheapestEngine, Placement
+from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
 A, B, C, D = (EngineId(f"engine-{letter}") for letter in "abcd")
@@ -86,7 +86,7 @@ class Cluster:
         self.num_snapshots = 0
         self.engines = {engine_id: Engine(engine_id) for engine_id in engine_ids}
         self.members = Members(lambda: self.now)
-        self.placement = CheapestEngine(self.members, block_size=BLOCK, clock=lambda: self.now)
+        self.placement = Placer(self.members, block_size=BLOCK, clock=lambda: self.now)
         self.members.set_engines(infos(*engine_ids))
         self.answer_snapshots()
         self._num_requests = 0
@@ -128,7 +128,7 @@ class Cluster:
 
 def test_without_engines_there_is_no_place() -> None:
     members = Members(lambda: 0.0)
-    placement = CheapestEngine(members, block_size=BLOCK, clock=lambda: 0.0)
+    placement = Placer(members, block_size=BLOCK, clock=lambda: 0.0)
     request = PlacementRequest(request_id=RequestId("r"), attempt=1, num_prompt_tokens=10)
     assert placement.place(request) is None
     members.set_engines(infos(A))
