@@ -1,8 +1,8 @@
 """Who holds which prefix block, and which state segment. Plain state: no process, no clock, no bytes."""
 
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import Generic, TypeVar
 
 from shoal.kvstore.block_hash import BlockKey
@@ -124,20 +124,20 @@ class Directory(Generic[H]):
         return cut
 
     def match(self, keys: Sequence[BlockKey]) -> dict[H, int]:
-        """How many of the leading keys each holder has without a gap; one that has none may be left out."""
-        matched = dict.fromkeys(self._bit, len(keys))
-        holders, holder = self._holders, self._holder
-        left = sum(self._holder)
-        for length, key in enumerate(keys):
-            lost = left & ~holders.get(key, 0)
-            if lost:
-                left ^= lost
-                while lost:
-                    bit = lost & -lost
-                    matched[holder[bit]] = length
-                    lost ^= bit
+        """How many of the leading keys each holder has without a gap; those that have none are left out."""
+        return self.leading(self.holders_of(keys))
+
+    def leading(self, holders: Sequence[int]) -> dict[H, int]:
+        """The same by what `holders_of` said of the keys."""
+        matched: dict[H, int] = {}
+        left = holders[0] if holders else 0
+        for length, held in enumerate(holders):
+            if left & ~held:
+                matched |= dict.fromkeys(self._of_bits(left & ~held), length)
+                left &= held
                 if not left:
                     break
+        matched |= dict.fromkeys(self._of_bits(left), len(holders))
         return matched
 
     def bit(self, holder: H) -> int:
@@ -146,7 +146,7 @@ class Directory(Generic[H]):
 
     def holders_of(self, keys: Iterable[BlockKey]) -> list[int]:
         """Of each key, the bits of its holders."""
-        return [self._holders.get(key, 0) for key in keys]
+        return list(map(self._holders.get, keys, repeat(0)))
 
     def check(self) -> None:
         """Raise AssertionError if the sides disagree."""
@@ -170,6 +170,12 @@ class Directory(Generic[H]):
             self._num_dropped += len(last)
             self.discard(largest, last)
             excess -= len(last)
+
+    def _of_bits(self, bits: int) -> Iterator[H]:
+        while bits:
+            lowest = bits & -bits
+            yield self._holder[lowest]
+            bits ^= lowest
 
     def _take_bit(self, holder: H) -> int:
         taken = sum(self._holder)
