@@ -1,12 +1,14 @@
 """Who may be placed on and fetched from, and what each holds. Plain state; the clock is injected."""
 
 from collections.abc import Callable, Iterable, Set
+from dataclasses import replace
 
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PrefixSnapshot
 from shoal.actors.router.engine_view import EngineView
 from shoal.actors.router.fetch_plan import Holder
 from shoal.actors.router.prefix_feed import PrefixFeed
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.directory import Directory
 from shoal.kvstore.messages import StoreId, StoreInfo, StoreReport, StoreSnapshot
 
@@ -36,6 +38,7 @@ class Members:
         self._views: dict[EngineId, EngineView] = {}
         self._feeds: dict[Holder, PrefixFeed[Holder]] = {}
         self._away: dict[Holder, float] = {}  # since when
+        self._rules: dict[BoundaryRule, BoundaryRule] = {}
         self.num_snapshots = 0
         """That were asked for, since the beginning."""
 
@@ -47,7 +50,7 @@ class Members:
         """Exactly these may be placed on."""
         wanted = {info.engine_id: info for info in infos}
         for new in sorted(wanted.keys() - self._views.keys()):
-            self._views[new] = EngineView(wanted[new])
+            self._views[new] = EngineView(self._with_shared_rule(wanted[new]))
         self._change(self.engines.keys(), wanted.keys(), self._views.keys())
         self.engines = {engine_id: view for engine_id, view in self._views.items() if engine_id in wanted}
 
@@ -111,6 +114,10 @@ class Members:
         assert not self._away.keys() & set(self.present)
         assert self.engines.items() <= self._views.items() and self._views.keys() <= known
         assert all(holder in known for holder in self.directory.holders)
+
+    def _with_shared_rule(self, info: EngineInfo) -> EngineInfo:
+        """Equal rules become one object, so that to compare them costs a placement nothing."""
+        return replace(info, rule=self._rules.setdefault(info.rule, info.rule))
 
     def _change(self, before: Set[Holder], now: Set[Holder], known: Set[Holder]) -> None:
         """known: all of that kind, those that are away among them."""
