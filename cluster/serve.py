@@ -317,11 +317,13 @@ def _watch(
                 raise ServeError(
                     f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
                 ) from error
-            if isinstance(error, GetTimeoutError) and now - waiting_since > HANG_DEADLINE_S:
-                waiting_since = now  # its successor has as long
+            home = home_of(supervisor) if isinstance(error, GetTimeoutError) else None
+            if home and now - waiting_since > HANG_DEADLINE_S:
                 say("the supervisor hangs; ending it")
-                if home := home_of(supervisor):
-                    end(home)
+                end(home)
+                home = None
+            if home is None:  # what is being started has as long from when it runs
+                waiting_since = now
             continue
         heard = waiting_since = time.monotonic()
         if status.failed:

@@ -108,7 +108,9 @@ class RouterActor:
             members, size = self._members, self._members.directory.size
             metrics.gauge("shoal_router_members", "Engines and stores.", len(members.present))
             metrics.gauge(
-                "shoal_router_following", "1 if every report of theirs was heard, else 0.", members.following
+                "shoal_router_up_to_date",
+                "1 if every report of theirs was heard, else 0.",
+                members.is_up_to_date,
             )
             metrics.gauge(
                 "shoal_router_index_keys", "Blocks and segments that somebody holds.", size.num_keys

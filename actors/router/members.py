@@ -96,8 +96,8 @@ class Members:
         return {engine_id: view.num_requests for engine_id, view in self.engines.items()}
 
     @property
-    def following(self) -> bool:
-        """Whether all that is said by those present has been heard. If not, hits may be overlooked."""
+    def is_up_to_date(self) -> bool:
+        """Whether all that those present have said has been heard. If not, hits may be overlooked."""
         return all(self._feeds[holder].following for holder in self.present)
 
     def held(self) -> dict[Holder, frozenset[BlockKey]]:

@@ -165,7 +165,7 @@ def test_whose_keys_found_no_room_is_asked_once_when_there_is_room_again() -> No
     cluster.hear(A, "abcdefg")
     cluster.hear(B, "xyz")
     assert cluster.members.held() == {A: set(keys("abcde")), B: set(keys("xyz"))}, "the longest gave way"
-    assert cluster.members.following, "what is known is true"
+    assert cluster.members.is_up_to_date, "what is known is true"
     before = cluster.members.num_snapshots
     cluster.hear(A, removed="a")
     assert cluster.members.held()[A] == set(keys("bcdef"))
