@@ -2,7 +2,7 @@
 elsewhere, behind opaque tickets."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Generic, TypeVar
@@ -116,7 +116,7 @@ class KVStore(Generic[T]):
         if wanted is None:
             self.counts.duplicate_extents += 1
             return None
-        if not self._make_room(cost(wanted), below=self._path(wanted.parent)):
+        if not self._make_room(cost(wanted), parent=wanted.parent):
             self.counts.refused_extents += 1
             return None
         self._coming[wanted.extent_id] = wanted
@@ -255,10 +255,14 @@ class KVStore(Generic[T]):
                 self._kept[held.extent.extent_id] = None
                 self._use([held.extent.extent_id])
 
-    def _make_room(self, num_bytes: int, *, below: Container[str]) -> bool:
-        """Evict no more than is needed; nothing, and False, if that would not do."""
+    def _make_room(self, num_bytes: int, *, parent: BlockKey) -> bool:
+        """Evict no more than is needed, for what builds upon `parent`; nothing, and False, if that would not
+        do."""
         self._end_leases()
         missing = self.used_bytes + num_bytes - self.budget_bytes
+        if missing <= 0:
+            return True
+        below = self._path(parent)
         victims: dict[str, None] = {}
         for extent_id in self._in_order():
             if missing <= 0:

@@ -63,18 +63,17 @@ class EngineView:
         num_requests = self._num_requests + len(self._notes)
         return self._uncomputed_tokens + self._noted_tokens + ROW_WEIGHT * OUTPUT_TOKENS * num_requests
 
-    def prospects(self, fastest: float, now: float) -> tuple[float, float]:
-        """Of a newcomer: tokens that stand before it, and at what speed, in tokens a second, they pass.
+    def standing(self, recent_tokens: float, fastest: float) -> tuple[float, float]:
+        """Tokens that a newcomer meets here, and at what speed, in tokens a second, they pass.
 
         That is the engine's own measure as far as it convinces, for the rest as fast as any (`fastest`), so
         that it is tried.
         """
-        recent = self.recent_tokens(now)
-        standing = self.waiting_tokens + RECENT_WEIGHT * recent
+        tokens = self.waiting_tokens + RECENT_WEIGHT * recent_tokens
         if not self.tokens_per_s:
-            return standing, fastest
-        conviction = recent / (recent + CONVINCING_TOKENS)
-        return standing, fastest + (self.tokens_per_s - fastest) * conviction
+            return tokens, fastest
+        conviction = recent_tokens / (recent_tokens + CONVINCING_TOKENS)
+        return tokens, fastest + (self.tokens_per_s - fastest) * conviction
 
     def recent_tokens(self, now: float) -> float:
         """Work that was placed here, faded."""

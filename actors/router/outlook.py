@@ -11,9 +11,6 @@ from shoal.kvstore.boundary import BoundaryRule, Resume
 from shoal.kvstore.directory import Directory
 from shoal.kvstore.messages import StoreId
 
-COMPUTE_WEIGHT = 4.0
-"""To compute a token costs so many times what it costs to stand behind one: it delays all who come later."""
-
 OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT = 0.25, 1.0
 """To fetch one, from the engine's own node's store or from another's, while the engine has not said how fast
 it does: it delays its own request alone. Else the time that it takes, by that of computing one."""
@@ -25,8 +22,9 @@ class Prospect:
     """Leading blocks that the engine holds, or is expected to by the time the request is there."""
     resume: Resume
     """In blocks. Where it would go on computing, with what it holds and what is worth fetching."""
-    tokens: float
-    """What the request costs there by itself, in tokens that stand there."""
+    computed_tokens: int
+    fetch_tokens: float
+    """So many tokens could be computed in the time that fetching takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,15 +81,19 @@ class Outlook:
         if ways is None:
             ways = self._ways[similar] = tuple(self._ways_of(engine, num_on_device, reach))
         way = self._best(ways, engine)
-        tokens = COMPUTE_WEIGHT * way.computed_tokens + way.fetch_tokens(engine)
-        return Prospect(num_on_device=num_on_device, resume=way.resume, tokens=tokens)
+        return Prospect(
+            num_on_device=num_on_device,
+            resume=way.resume,
+            computed_tokens=way.computed_tokens,
+            fetch_tokens=way.fetch_tokens(engine),
+        )
 
     def _best(self, ways: Sequence[_Way], engine: EngineView) -> _Way:
         """The first that the engine will take: it fetches what is there sooner than computed."""
         on_device, *fetched = ways
         for way in fetched:
             spared = on_device.computed_tokens - way.computed_tokens
-            if way.fetch_tokens(engine) < (spared if _is_measured(engine) else COMPUTE_WEIGHT * spared):
+            if spared and (way.fetch_tokens(engine) < spared or not _is_measured(engine)):
                 return way
         return on_device
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from shoal.actors.router.engine_view import UNMEASURED_TOKENS_PER_S, EngineView
+from shoal.actors.router.engine_view import RECENT_S, UNMEASURED_TOKENS_PER_S, EngineView
 from shoal.actors.router.outlook import Outlook
 
 RoutingPolicyName = Literal["cost", "round_robin", "least_loaded", "greedy_prefix"]
@@ -16,11 +16,19 @@ class RoutingPolicy(Protocol):
         ...
 
 
+COMPUTE_WEIGHT = 4.0
+"""To compute a token costs so many times what it costs to stand behind one, while engines are idle; when they
+compute for a share `load` of the time, 1 / (1 - load) times as much: it delays all who come until they are
+idle again."""
+
+MAX_LOAD = 0.75
+
+
 class CheapestEngine:
     """Where a request costs the least time: its own, and that of everybody behind it.
 
-        cost in ms = (COMPUTE_WEIGHT · tokens to compute there + a fetch weight · tokens to fetch there
-                      + tokens standing there) / tokens per ms there
+        cost in ms = (COMPUTE_WEIGHT / (1 - load) · tokens to compute there + the time that fetching takes,
+                      in tokens, + tokens standing there) / tokens per ms there
 
     The longest prefix alone would be a trap: all who share a system prompt would go to one engine for ever.
     Here they stay together until the work that stands there outweighs computing the prefix once more, or
@@ -29,16 +37,25 @@ class CheapestEngine:
 
     def choose(self, engines: Sequence[EngineView], outlook: Outlook, now: float) -> EngineView:
         fastest = max(engine.tokens_per_s for engine in engines) or UNMEASURED_TOKENS_PER_S
-
+        recent = [engine.recent_tokens(now) for engine in engines]
+        weight = COMPUTE_WEIGHT / (1 - _load(engines, recent, fastest))
         chosen, lowest = engines[0], (math.inf, 0)
-        for engine in engines:
-            standing, tokens_per_s = engine.prospects(fastest, now)
+        for engine, recent_tokens in zip(engines, recent, strict=True):
+            standing, tokens_per_s = engine.standing(recent_tokens, fastest)
             if standing / tokens_per_s > lowest[0]:
                 continue  # whatever it holds: of many engines most are passed over here
-            cost = (standing + outlook.of(engine).tokens) / tokens_per_s, engine.last_placed
+            prospect = outlook.of(engine)
+            tokens = weight * prospect.computed_tokens + prospect.fetch_tokens + standing
+            cost = tokens / tokens_per_s, engine.last_placed
             if cost < lowest:
                 chosen, lowest = engine, cost
         return chosen
+
+
+def _load(engines: Sequence[EngineView], recent: Sequence[float], fastest: float) -> float:
+    """The share of the time for which engines compute, by what was placed lately."""
+    tokens_per_s = sum(engine.tokens_per_s or fastest for engine in engines)
+    return min(MAX_LOAD, sum(recent) / (RECENT_S * tokens_per_s))
 
 
 class RoundRobin:

@@ -12,12 +12,13 @@ from typer.testing import CliRunner
 
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.bench.trace.compute import Compute
-from shoal.cluster.bench.trace.config import EngineSpeed, Link, TraceConfig
+from shoal.cluster.bench.trace.config import REPORT_INTERVAL_S, EngineSpeed, Link, TraceConfig
 from shoal.cluster.bench.trace.outcome import Outcome, percentile
 from shoal.cluster.bench.trace.replay import Replay
 from shoal.cluster.bench.trace.schedule import Change, Event, read_schedule
 from shoal.cluster.bench.trace.traces import TracedRequest, at_rate, one_cache_hit_tokens, read_trace
 from shoal.cluster.cli import app
+from shoal.kvstore import reporter
 from shoal.kvstore.block_hash import extend_keys, root_key
 
 BLOCK = 64
@@ -303,6 +304,10 @@ def test_the_same_trace_gives_the_same_outcome() -> None:
 @pytest.mark.parametrize(("percent", "value"), [(50, 2), (51, 3), (75, 3), (100, 4), (0, 1)])
 def test_a_percentile_is_one_of_the_values(percent: float, value: float) -> None:
     assert percentile([3.0, 1.0, 4.0, 2.0], percent) == value
+
+
+def test_engines_report_as_often_as_real_ones() -> None:
+    assert REPORT_INTERVAL_S == reporter.REPORT_INTERVAL_S
 
 
 # The command

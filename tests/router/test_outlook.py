@@ -69,7 +69,15 @@ class Cluster:
         self.sequences[holder] = self.sequences.get(holder, 0) + 1
         return self.sequences[holder]
 
-    def engine_has(self, engine_id: EngineId, keys: tuple[BlockKey, ...], *, uncomputed: int = 0) -> None:
+    def engine_has(
+        self,
+        engine_id: EngineId,
+        keys: tuple[BlockKey, ...],
+        *,
+        uncomputed: int = 0,
+        fetch_tokens_per_s: tuple[float, float] = (0.0, 0.0),
+    ) -> None:
+        """It computes 1,000 tokens/s."""
         self.members.report(
             EngineReport(
                 engine_id=engine_id,
@@ -77,6 +85,8 @@ class Cluster:
                 num_requests=0,
                 uncomputed_tokens=uncomputed,
                 tokens_per_s=1000.0,
+                own_fetch_tokens_per_s=fetch_tokens_per_s[0],
+                other_fetch_tokens_per_s=fetch_tokens_per_s[1],
                 received=(),
                 stored=keys,
             )
@@ -128,6 +138,35 @@ def test_work_that_stands_there_sends_it_to_another_node_and_the_store_with_it()
     assert cluster.place() == Placement(
         engine_id=A, expected_hit_tokens=8 * BLOCK, sources=(source(WEST, 0, 8),)
     )
+
+
+def test_a_fetch_weighs_what_it_takes_by_what_computing_takes() -> None:
+    """128 tokens from another node at 4,000 tokens/s weigh 32, from the own one at 8,000 weigh 16."""
+    for uncomputed, chosen in ((15, B), (17, A)):
+        cluster = Cluster()
+        cluster.store_has(WEST, blocks(range(8)))
+        cluster.engine_has(A, (), fetch_tokens_per_s=(8000.0, 4000.0))
+        cluster.engine_has(B, (), uncomputed=uncomputed, fetch_tokens_per_s=(8000.0, 4000.0))
+        assert cluster.place().engine_id == chosen
+
+
+def test_what_the_engine_would_rather_compute_is_no_hit() -> None:
+    """Else requests would be spread in the belief that their prefixes come along."""
+    cluster = Cluster()
+    cluster.store_has(WEST, blocks(range(8)))
+    for engine_id in (A, B):
+        cluster.engine_has(engine_id, (), fetch_tokens_per_s=(8000.0, 900.0))
+    assert cluster.place(10 * BLOCK + 1, B) == Placement(engine_id=A, expected_hit_tokens=0)
+    assert cluster.place(10 * BLOCK + 1, A).sources == (source(WEST, 0, 8),), "it is fast to its own store"
+
+
+def test_over_a_slow_network_the_own_nodes_store_still_counts() -> None:
+    cluster = Cluster()
+    cluster.store_has(EAST, blocks(range(3)))
+    cluster.store_has(WEST, blocks(range(8)))
+    cluster.engine_has(A, (), fetch_tokens_per_s=(8000.0, 500.0))
+    placed = cluster.place(10 * BLOCK + 1, B)
+    assert (placed.expected_hit_tokens, placed.sources) == (3 * BLOCK, (source(EAST, 0, 3),))
 
 
 def test_what_the_device_holds_is_not_fetched() -> None:

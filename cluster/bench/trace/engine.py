@@ -57,6 +57,7 @@ class SimulatedEngine:
         self._memory = Memory(config, num_blocks, node.store_id if config.has_stores else None)
         self._compute: Compute[Job] = Compute(config.speed)
         self._waiting: list[Job] = []
+        self._keeping: dict[Job, None] = {}  # of those that wait, for whom something is kept
         self._running: dict[Job, None] = {}
         self._uncomputed_waiting = 0
         self._account = Account(engine_id)
@@ -92,7 +93,7 @@ class SimulatedEngine:
         for job in self._running:
             left = math.ceil(self._compute.left_to_draw(job, now))
             jobs.append(job.again(job.request.num_output_tokens - left if left else job.num_drawn))
-        self._waiting, self._running = [], {}
+        self._waiting, self._keeping, self._running = [], {}, {}
         return jobs
 
     def check(self) -> None:
@@ -145,6 +146,7 @@ class SimulatedEngine:
         if job is None or not self._fits(job):
             return
         self._waiting.remove(job)
+        self._keeping.pop(job, None)
         self._uncomputed_waiting -= job.num_uncomputed
         num_tokens = self._memory.admit(job)
         self.computed_tokens += num_tokens
@@ -153,10 +155,13 @@ class SimulatedEngine:
 
     def _fits(self, job: Job) -> bool:
         """Those behind it give up what is kept for them, the last first, if that helps."""
-        behind = (other for other in reversed(self._waiting) if other is not job)
+        behind = [other for other in self._keeping if other is not job]
         while self._memory.admission(job) is not Admission.OK:
-            if not any(self._memory.let_go(other) for other in behind):
+            if not behind:
                 return False
+            other = behind.pop()
+            self._memory.let_go(other)
+            del self._keeping[other]
         return True
 
     # Fetching and saving
@@ -195,6 +200,7 @@ class SimulatedEngine:
             takes = self._config.own_link.seconds(num_bytes) if is_own else self.node.receive(num_bytes)
             seconds = max(seconds, takes)
         self._memory.keep(job)
+        self._keeping[job] = None
         job.is_fetching = True
         num_promised = (self._memory.num_matched(job) + len(came)) * self._config.block_size
         self._uncomputed_waiting -= num_promised
@@ -210,6 +216,7 @@ class SimulatedEngine:
         landed = self._memory.land(job, came, [key for key, store in came.items() if store == own])
         job.fetched |= {key: "own_store" if came[key] == own else "other_store" for key in landed}
         job.is_fetching = False
+        self._keeping[job] = None
         self._save()
         self._go_on()
 

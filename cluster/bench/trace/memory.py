@@ -52,11 +52,9 @@ class Memory:
         before, job.kept = job.kept, Holding(block_table=matched)
         self._pools.release(before)
 
-    def let_go(self, job: Job) -> bool:
-        """Of what was kept for it; whether there was anything."""
-        had = bool(job.kept.block_table)
+    def let_go(self, job: Job) -> None:
+        """Of what was kept for it."""
         self._pools.release(job.kept)
-        return had
 
     def land(self, job: Job, keys: Iterable[BlockKey], own: Iterable[BlockKey]) -> list[BlockKey]:
         """Cache what has come for it as far as it goes on from what is there and has room, and keep it.

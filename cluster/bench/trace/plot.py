@@ -92,7 +92,8 @@ def _work(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 def _over_time(axes: Axes, outcomes: Sequence[Outcome], schedule: Sequence[Event]) -> None:
     """By arrival; an engine that comes or goes is a line."""
-    last = max(request.arrived_s for outcome in outcomes for request in outcome.served)
+    arrived_s = [request.arrived_s for outcome in outcomes for request in outcome.served]
+    last = max(arrived_s, default=0.0)
     edges = np.linspace(0.0, max(last, 1e-3), BUCKETS + 1)
     for outcome in outcomes:
         arrived = np.array([request.arrived_s for request in outcome.served])

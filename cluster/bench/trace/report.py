@@ -47,9 +47,9 @@ def _verdict(place: str, bytes_per_s: float, config: TraceConfig) -> str:
 
 
 def _hits(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(
-        "hits", "of prompt tokens", "of one cache's", "device", "own store", "other store", "evicted"
-    )
+    table = Table("hits", "of all", "of one cache's", "device", "own store", "other store", "evicted")
+    table.columns[0].no_wrap = True
+    table.caption = "of all prompt tokens, by where they were; what stores evicted"
     for outcome in outcomes:
         hits, total = outcome.hits, outcome.num_prompt_tokens
         table.add_row(
@@ -63,16 +63,9 @@ def _hits(outcomes: Sequence[Outcome]) -> Table:
 
 
 def _waits(outcomes: Sequence[Outcome]) -> Table:
-    table = Table(
-        "time to first token, s",
-        "mean",
-        "p50",
-        "p90",
-        "p99",
-        "work max/mean",
-        "requests max/mean",
-        "simulated",
-    )
+    table = Table("first token", "mean", "p50", "p90", "p99", "work", "requests", "speed")
+    table.columns[0].no_wrap = True
+    table.caption = "seconds; of the busiest engine by the mean; requests simulated a second"
     for outcome in outcomes:
         table.add_row(
             outcome.policy,
