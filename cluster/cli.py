@@ -32,6 +32,9 @@ def serve(
     engines: Annotated[
         int, typer.Option("--engines", "--data-parallel-size", min=1, help="Engine actors to run.")
     ] = 1,
+    ingresses: Annotated[
+        int, typer.Option(min=1, help="Front doors to run, on this port and those that follow it.")
+    ] = 1,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
@@ -91,6 +94,7 @@ def serve(
                 revision=revision,
                 served_model_name=served_model_name,
                 engines=engines,
+                ingresses=ingresses,
                 threads=threads,
                 memory_bytes=None if memory is None else parse_size(memory),
                 num_dropped_layers=num_dropped_layers,

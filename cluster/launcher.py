@@ -14,16 +14,14 @@ from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
+from shoal.cluster.ending import end_actor, home_of
 from shoal.cluster.host_memory import store_budget
-from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
+from shoal.cluster.processes import STOP_GRACE_S, EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
 
-STOP_GRACE_S = 3.0
-"""How long open streams may go on when the cluster is stopped."""
-
-ROUTER, INGRESS, ENGINE_PREFIX, STORE_PREFIX = "router", "ingress", "engine-", "store-"
+ROUTER, INGRESS_PREFIX, ENGINE_PREFIX, STORE_PREFIX = "router", "ingress-", "engine-", "store-"
 
 
 class RayProcess:
@@ -39,8 +37,14 @@ class RayProcess:
     def ping(self) -> Future[bool]:
         return _then(self.actor.ping.remote().future(), lambda _: True)
 
+    def pulse(self) -> Future[Any]:
+        return _then(self.actor.__ray_call__.remote(_say_nothing).future(), lambda said: said)
+
+    def is_running(self) -> bool:
+        return home_of(self.actor) is not None
+
     def kill(self) -> None:
-        ray.kill(self.actor)
+        end_actor(self.actor)
 
 
 class RayEngine(RayProcess):
@@ -90,8 +94,8 @@ class RayIngress(RayProcess):
     ) -> None:
         self.actor.introduce.remote(_actor(router), _actors(engines), _actors(stores), fingerprint)
 
-    def stop(self) -> None:
-        ray.wait([self.actor.stop.remote(STOP_GRACE_S)], timeout=2 * STOP_GRACE_S)
+    def stop(self) -> Future[Any]:
+        return _then(self.actor.stop.remote(STOP_GRACE_S).future(), lambda _: None)
 
 
 class RayLauncher:
@@ -115,11 +119,9 @@ class RayLauncher:
         args = (self._spec.engine.block_size, self._spec.routing_policy)
         return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args))
 
-    def ingress(self) -> RayIngress:
-        options = {"num_cpus": 0}
-        return RayIngress(
-            INGRESS, self._launch(INGRESS, IngressActor, options, self._spec.model, self._spec.http)
-        )
+    def ingress(self, index: int) -> RayIngress:
+        name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]
+        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http))
 
     def adopt_engines(self) -> list[RayEngine]:
         return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]
@@ -128,9 +130,10 @@ class RayLauncher:
         actor = self._find(ROUTER)
         return None if actor is None else RayRouter(ROUTER, actor)
 
-    def adopt_ingress(self) -> RayIngress | None:
-        actor = self._find(INGRESS)
-        return None if actor is None else RayIngress(INGRESS, actor)
+    def adopt_ingress(self, index: int) -> RayIngress | None:
+        name = f"{INGRESS_PREFIX}{index}"
+        actor = self._find(name)
+        return None if actor is None else RayIngress(name, actor)
 
     def adopt_stores(self) -> list[RayStore]:
         return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX)]
@@ -183,6 +186,10 @@ def _actor(process: Any) -> Any:
 
 def _actors(processes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: process.actor for name, process in processes.items()}
+
+
+def _say_nothing(_: object) -> None:
+    pass
 
 
 def _then(future: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:

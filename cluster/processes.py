@@ -1,11 +1,15 @@
 """The actors as the supervisor sees them, and who makes them: every call of theirs returns at once."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from shoal.actors.messages import EngineInfo, IngressId
 from shoal.cluster.watch import Process
 from shoal.kvstore.messages import StoreInfo
+
+STOP_GRACE_S = 3.0
+"""How long open streams may go on when the cluster is stopped."""
 
 
 class RouterProcess(Process, Protocol):
@@ -41,8 +45,8 @@ class IngressProcess(Process, Protocol):
         fingerprint: bytes,
     ) -> None: ...
 
-    def stop(self) -> None:
-        """Let open streams end within a short grace; returns when they have or the grace is over."""
+    def stop(self) -> Future[Any]:
+        """Let open streams end within a short grace; done when they have or the grace is over."""
         ...
 
 
@@ -51,7 +55,7 @@ class Launcher(Protocol):
 
     def router(self) -> RouterProcess: ...
 
-    def ingress(self) -> IngressProcess: ...
+    def ingress(self, index: int) -> IngressProcess: ...
 
     def store(self, node: str) -> StoreProcess: ...
 
@@ -61,6 +65,6 @@ class Launcher(Protocol):
 
     def adopt_router(self) -> RouterProcess | None: ...
 
-    def adopt_ingress(self) -> IngressProcess | None: ...
+    def adopt_ingress(self, index: int) -> IngressProcess | None: ...
 
     def adopt_stores(self) -> Sequence[StoreProcess]: ...

@@ -8,7 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
+from shoal.cluster.ending import end, end_actor, home_of
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
@@ -39,7 +41,11 @@ from shoal.kvstore.sizes import format_size
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
+MAX_PORT = 65535
 SILENCE_DEADLINE_S = 60.0
+HANG_DEADLINE_S = 15.0
+"""A supervisor that does not answer for so long is ended, and Ray starts it anew."""
+
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
 
@@ -56,6 +62,7 @@ class ServeOptions:
     revision: str | None = None
     served_model_name: str | None = None
     engines: int = 1
+    ingresses: int = 1
     threads: int | None = None
     memory_bytes: int | None = None
     max_model_len: int | None = None
@@ -219,7 +226,7 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
         num_engines=options.engines,
         kv_store_bytes=options.kv_store_bytes,
         routing_policy=options.routing_policy,
-        http=options.http if options.http.port else replace(options.http, port=_free_port(options.http.host)),
+        http=_listeners(options.http, options.ingresses),
         engine=EngineConfig(
             checkpoint=model.checkpoint,
             max_model_len=model.max_model_len,
@@ -239,16 +246,25 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
     )
 
 
-def _free_port(host: str) -> int:
-    """Chosen once, so that an ingress that is replaced comes back where its clients expect it."""
+def _listeners(first: HttpConfig, num: int) -> tuple[HttpConfig, ...]:
+    """Ports are chosen once, so that an ingress that is replaced comes back where its clients expect it."""
+    ports = range(first.port, first.port + num) if first.port else _free_ports(first.host, num)
+    if ports[-1] > MAX_PORT:
+        raise ValueError(f"--port {first.port} leaves no room for --ingresses {num}: lower one of them")
+    return tuple(replace(first, port=port) for port in ports)
+
+
+def _free_ports(host: str, num: int) -> list[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
+    with ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket(family)) for _ in range(num)]
         try:
-            probe.bind((host, 0))
+            for probe in probes:
+                probe.bind((host, 0))
         except OSError as error:
             reason = error.strerror or str(error)
             raise ServeError(f"cannot listen on {host}: {reason}; choose --host") from error
-        return int(probe.getsockname()[1])
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 @contextmanager
@@ -283,24 +299,33 @@ def _watch(
 ) -> None:
     """Renew the lease until told to stop; say what goes wrong, and when the cluster becomes ready.
 
-    A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while.
+    A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while. One
+    that hangs is made to die.
     """
     announced = False
     said: tuple[str, ...] = ()
     stores: set[StoreId] = set()
-    heard = time.monotonic()
+    heard = waiting_since = time.monotonic()
     while not stop.wait(POLL_S):
         try:
             _call(supervisor.renew_lease)
             status: ClusterStatus = _call(supervisor.status)
         except (RayError, GetTimeoutError) as error:
-            if time.monotonic() - heard > SILENCE_DEADLINE_S:
+            now = time.monotonic()
+            if now - heard > SILENCE_DEADLINE_S:
                 reason = str(error).strip().splitlines()[-1]
                 raise ServeError(
                     f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
                 ) from error
+            home = home_of(supervisor) if isinstance(error, GetTimeoutError) else None
+            if home and now - waiting_since > HANG_DEADLINE_S:
+                say("the supervisor hangs; ending it")
+                end(home)
+                home = None
+            if home is None:  # what is being started has as long from when it runs
+                waiting_since = now
             continue
-        heard = time.monotonic()
+        heard = waiting_since = time.monotonic()
         if status.failed:
             raise ServeError(status.failed)
         for trouble in status.troubles:
@@ -317,7 +342,6 @@ def _watch(
 
 
 def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
-    assert status.ingress is not None
     for engine in status.engines:
         assert engine is not None
         console.print(
@@ -328,7 +352,9 @@ def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | Non
     console.print(
         f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False, soft_wrap=True
     )
-    console.print(f"ready: {status.ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
+    for ingress in status.ingresses:
+        assert ingress is not None
+        console.print(f"ready: {ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
 
 
 def _call(method: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
@@ -339,25 +365,23 @@ def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
     """End the cluster's actors, the supervisor last, and see that none is left."""
     with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
         _call(supervisor.teardown, TEARDOWN_DEADLINE_S)
-    ray.kill(supervisor)
+        ray.kill(supervisor)
     _end_all(spec.namespace)
 
 
 def _end_all(namespace: str) -> None:
-    """Kill every named actor of the namespace and wait until none is left."""
+    """Kill every named actor of the namespace and wait until none is left, nor its process."""
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
+    ended: list[Future[None]] = []
     while left := _named_actors(namespace):
         if time.monotonic() > deadline:
             names = ", ".join(sorted(actor["name"] for actor in left))
             raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")
         for actor in left:
-            _kill(actor)
+            with suppress(ValueError):  # gone meanwhile
+                ended.append(end_actor(ray.get_actor(actor["name"], namespace=namespace)))
         time.sleep(0.1)
-
-
-def _kill(actor: dict[str, str]) -> None:
-    with suppress(ValueError):  # gone meanwhile
-        ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+    wait(ended, timeout=CALL_DEADLINE_S)
 
 
 def _named_actors(namespace: str) -> list[dict[str, str]]:

@@ -15,12 +15,19 @@ class ClusterSpec:
     num_engines: int
     kv_store_bytes: int | None
     """Host memory for prefixes, of each node with engines. None: a share of its object store; 0: none."""
-    http: HttpConfig
+    http: tuple[HttpConfig, ...]
+    """Where each ingress listens."""
     routing_policy: RoutingPolicyName = "cost"
 
     def __post_init__(self) -> None:
         if self.num_engines < 1:
             raise ValueError(f"--engines must be at least 1, got {self.num_engines}")
+        if not self.http:
+            raise ValueError("--ingresses must be at least 1")
+
+    @property
+    def num_ingresses(self) -> int:
+        return len(self.http)
 
     @property
     def namespace(self) -> str:

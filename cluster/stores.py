@@ -31,6 +31,11 @@ class Stores:
         """By node: why there is none, if something failed."""
         return {node: store.trouble for node, store in self._stores.items() if store.trouble}
 
+    @property
+    def adopting(self) -> bool:
+        """One that runs beside a ready engine has not said yet that it is ready."""
+        return any(store.adopting for store in self._stores.values())
+
     def tick(self, nodes: Set[str], *, all_are_known: bool) -> None:
         """A store on each of these; elsewhere none, once it is known that no engine is there."""
         for node in sorted(nodes - self._stores.keys()):

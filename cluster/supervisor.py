@@ -1,12 +1,13 @@
 """Reconciles what a cluster is to be with what runs. A plain class: how actors are made is injected."""
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from shoal.actors.messages import EngineInfo, IngressInfo
-from shoal.cluster.processes import Launcher
+from shoal.cluster.processes import STOP_GRACE_S, Launcher
 from shoal.cluster.stores import Stores
 from shoal.cluster.watch import Watched
 from shoal.kvstore.messages import StoreInfo
@@ -16,12 +17,15 @@ LEASE_TICKS = 30
 ticks and not by the clock, so that a stalled supervisor does not take its own absence for the driver's.
 """
 
+ADOPTION_DEADLINE_S = 5.0
+"""What runs already says at once that it is ready. Who does not within this time is told of later."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    ingress: IngressInfo | None
+    ingresses: tuple[IngressInfo | None, ...]
     engines: tuple[EngineInfo | None, ...]
-    """One an engine wanted; None while it is not ready."""
+    """One each that is wanted; None while it is not ready."""
     stores: tuple[StoreInfo, ...]
     """Of those that are ready: the cluster serves without them too."""
     failed: str | None
@@ -31,16 +35,28 @@ class ClusterStatus:
 
     @property
     def ready(self) -> bool:
-        return self.ingress is not None and all(self.engines)
+        return all(self.ingresses) and all(self.engines)
 
 
 class Supervisor:
     """Call `tick` every half second. Everything it tells the actors is told again each time, so that one
-    that was replaced, or missed a call, knows it a tick later."""
+    that was replaced, or missed a call, knows it a tick later.
+
+    One that takes over what an earlier one left tells nothing until it knows of all: an actor that hears of
+    some alone drops what it has to do with the others.
+    """
 
     def __init__(
-        self, launcher: Launcher, *, num_engines: int, with_stores: bool, clock: Callable[[], float]
+        self,
+        launcher: Launcher,
+        *,
+        num_engines: int,
+        num_ingresses: int = 1,
+        with_stores: bool,
+        clock: Callable[[], float],
     ) -> None:
+        self._clock = clock
+        self._began = clock()
         adopted = launcher.adopt_engines()
         self._engines = [
             Watched(
@@ -51,7 +67,10 @@ class Supervisor:
             for index in range(num_engines)
         ]
         self._router = Watched(launcher.router, clock, launcher.adopt_router())
-        self._ingress = Watched(launcher.ingress, clock, launcher.adopt_ingress())
+        self._ingresses = [
+            Watched(partial(launcher.ingress, index), clock, launcher.adopt_ingress(index))
+            for index in range(num_ingresses)
+        ]
         self._stores = Stores(launcher, clock)
         self._with_stores = with_stores
         self._nodes: list[str | None] = [None] * num_engines
@@ -62,15 +81,17 @@ class Supervisor:
 
     @property
     def _members(self) -> dict[str, Watched[Any]]:
+        ingresses = {f"ingress {index}": ingress for index, ingress in enumerate(self._ingresses)}
         engines = {f"engine {index}": engine for index, engine in enumerate(self._engines)}
-        return {"router": self._router, "ingress": self._ingress, **engines}
+        return {"router": self._router, **ingresses, **engines}
 
     def tick(self) -> None:
         self._ticks_of_lease -= 1
         for watched in self._members.values():
             watched.tick()
         self._tick_stores()
-        self._introduce()
+        if not self._is_taking_over:
+            self._introduce()
 
     def renew_lease(self) -> None:
         self._ticks_of_lease = LEASE_TICKS
@@ -81,7 +102,7 @@ class Supervisor:
 
     def status(self) -> ClusterStatus:
         return ClusterStatus(
-            ingress=self._ingress.info,
+            ingresses=tuple(ingress.info for ingress in self._ingresses),
             engines=tuple(engine.info for engine in self._engines),
             stores=tuple(info for info, _ in self._stores.ready.values()),
             failed=next((member.fatal for member in self._members.values() if member.fatal), None),
@@ -89,9 +110,9 @@ class Supervisor:
         )
 
     def teardown(self) -> None:
-        """End every actor: the front door first, so that nothing new comes in behind it."""
-        if self._ingress.ready is not None:
-            self._ingress.ready.stop()
+        """End every actor: the front doors first, so that nothing new comes in behind them."""
+        stopping = [ingress.ready.stop() for ingress in self._ingresses if ingress.ready]
+        wait(stopping, timeout=2 * STOP_GRACE_S)
         for watched in self._members.values():
             watched.kill()
         self._stores.kill()
@@ -107,22 +128,28 @@ class Supervisor:
         nodes = {node for node in self._nodes if node} if self._with_stores else set()
         self._stores.tick(nodes, all_are_known=all(self._nodes))
 
+    @property
+    def _is_taking_over(self) -> bool:
+        if self._clock() - self._began > ADOPTION_DEADLINE_S:
+            return False
+        return self._stores.adopting or any(member.adopting for member in self._members.values())
+
     def _introduce(self) -> None:
-        router, ingress = self._router.ready, self._ingress.ready
-        engines = [(engine.info, engine.ready) for engine in self._engines if engine.ready]
+        router = self._router.ready
         if router is None:
             return
+        engines = [(engine.info, engine.ready) for engine in self._engines if engine.ready]
+        ingresses = [(ingress.info, ingress.ready) for ingress in self._ingresses if ingress.ready]
         on_node = self._stores.ready
         router.set_members(engines, list(on_node.values()))
         for _, store in on_node.values():
             store.introduce(router)
-        if ingress is None:
-            return
         fingerprint = next((info.fingerprint for info, _ in engines), b"")
         by_id = {engine.process_id: engine for _, engine in engines}
         stores = {store.process_id: store for _, store in on_node.values()}
-        ingress.introduce(router, by_id, stores, fingerprint)
+        for _, ingress in ingresses:
+            ingress.introduce(router, by_id, stores, fingerprint)
+        ingress_ids = frozenset(info.ingress_id for info, _ in ingresses)
         for info, engine in engines:
             own = on_node.get(info.node)
-            ingress_ids = frozenset({self._ingress.info.ingress_id})
             engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)

@@ -25,6 +25,7 @@ class SupervisorActor:
         self._supervisor = Supervisor(
             RayLauncher(spec),
             num_engines=spec.num_engines,
+            num_ingresses=spec.num_ingresses,
             with_stores=spec.kv_store_bytes != 0,
             clock=time.monotonic,
         )

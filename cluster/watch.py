@@ -11,6 +11,10 @@ START_DEADLINE_S = 900.0
 
 PING_DEADLINE_S = 10.0
 PING_INTERVAL_S = 1.0
+
+PULSE_DEADLINE_S = 60.0
+"""While it starts, libraries that are imported may keep its event loop for some seconds."""
+
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 
 
@@ -28,7 +32,17 @@ class Process(Protocol):
         """True: healthy. False: it answers but is past mending, as a hung step thread is."""
         ...
 
-    def kill(self) -> None: ...
+    def pulse(self) -> Future[Any]:
+        """Answers while its event loop turns, be it ready or not."""
+        ...
+
+    def is_running(self) -> bool:
+        """Whether it has a place and lives there, as far as anybody but itself can tell."""
+        ...
+
+    def kill(self) -> None:
+        """It ends, even if it hangs."""
+        ...
 
 
 class State(StrEnum):
@@ -50,7 +64,7 @@ class Watched(Generic[P]):
     """Keeps one process of a role running. Call `tick` often; it never blocks.
 
         ABSENT ──launch──▶ STARTING ──start() answers──▶ READY
-           ▲                   │ error or deadline         │ ping fails or is late
+           ▲                   │ error, no pulse, too long │ ping fails or is late
            └───────────────────┴───────────────────────────┘  kill, wait, launch anew
 
     A ValueError from the first start() is a wrong configuration: `fatal` names it, and nothing is tried
@@ -70,6 +84,7 @@ class Watched(Generic[P]):
         self._clock = clock
         self._process: P | None = None
         self._starting: _Call | None = None
+        self._pulse: _Call | None = None
         self._ping: _Call | None = None
         self._last_answer = 0.0
         self._retry_at = clock()
@@ -79,6 +94,8 @@ class Watched(Generic[P]):
         self.trouble: str | None = None
         """Why it is not ready, if something failed."""
         self._may_be_fatal = essential
+        self.adopting = adopted is not None
+        """It was left by an earlier supervisor, and has not said yet that it is ready."""
         if adopted is not None:
             self._begin(adopted)
 
@@ -107,7 +124,8 @@ class Watched(Generic[P]):
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-        self._process = self._starting = self._ping = self.info = None
+        self._process = self._starting = self._pulse = self._ping = self.info = None
+        self.adopting = False
 
     def _try_launch(self) -> None:
         try:
@@ -118,6 +136,7 @@ class Watched(Generic[P]):
     def _begin(self, process: P) -> None:
         self._process = process
         self._starting = _Call(process.start(), self._clock())
+        self._pulse = _Call(process.pulse(), self._clock())
 
     def _check_start(self) -> None:
         call = self._starting
@@ -125,6 +144,8 @@ class Watched(Generic[P]):
         if not call.future.done():
             if self._clock() - call.since > START_DEADLINE_S:
                 self._retry_later(TimeoutError(f"not started within {START_DEADLINE_S:.0f} s"))
+            else:
+                self._check_pulse()
             return
         error = call.future.exception()
         if isinstance(error, ValueError) and self._may_be_fatal:
@@ -134,9 +155,19 @@ class Watched(Generic[P]):
             self._retry_later(error)
         else:
             self.info = call.future.result()
-            self.trouble = self._starting = None
-            self._may_be_fatal = False
+            self.trouble = self._starting = self._pulse = None
+            self._may_be_fatal = self.adopting = False
             self._last_answer = self._clock()
+
+    def _check_pulse(self) -> None:
+        """One that only waits for room somewhere is not hung, and its start says why it fails."""
+        assert self._process is not None and self._pulse is not None
+        now = self._clock()
+        if now - self._pulse.since > PULSE_DEADLINE_S:
+            if not self._pulse.future.done() and self._process.is_running():
+                self._retry_later(TimeoutError(f"no sign of life within {PULSE_DEADLINE_S:.0f} s"))
+            else:
+                self._pulse = _Call(self._process.pulse(), now)
 
     def _check_ping(self) -> None:
         assert self._process is not None

@@ -10,11 +10,14 @@ from ray.exceptions import RayError
 
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PlacementReply, PlacementRequest
 from shoal.actors.router.fetch_plan import Holder
+from shoal.actors.router.members import Members
 from shoal.actors.router.placement import Placer
 from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
+from shoal.kvstore.directory import DirectorySize
 from shoal.kvstore.messages import StoreInfo, StoreReport
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -26,32 +29,40 @@ class RouterActor:
     """Holds nothing that cannot be told again: after a restart, members, loads and prefixes arrive anew."""
 
     def __init__(self, block_size: int, policy: RoutingPolicyName = "cost") -> None:
-        self._placement = Placer(block_size=block_size, clock=time.monotonic, policy=routing_policy(policy))
+        self._members = Members(time.monotonic)
+        self._placer = Placer(
+            self._members, block_size=block_size, clock=time.monotonic, policy=routing_policy(policy)
+        )
         self._actors: dict[Holder, Any] = {}
         self._asking: set[asyncio.Task[None]] = set()
+        self._publishing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return "Router"
 
     async def start(self) -> None:
         """Ready as soon as it answers."""
+        if (
+            self._publishing is None
+        ):  # whoever asks again, as a restarted supervisor does, starts nothing twice
+            self._publishing = asyncio.create_task(self._publish_metrics())
 
     async def ping(self) -> None:
         """Answers while the process lives."""
 
     async def place(self, request: PlacementRequest) -> PlacementReply | None:
         """None when no engine is ready but those that the request excludes."""
-        placed = self._placement.place(request)
+        placed = self._placer.place(request)
         if placed is None:
             return None
         return PlacementReply(engine_id=placed.engine_id, sources=placed.sources)
 
     async def report(self, report: EngineReport) -> None:
-        self._placement.report(report)
+        self._members.report(report)
         self._ask_for_snapshots()
 
     async def report_store(self, report: StoreReport) -> None:
-        self._placement.report_store(report)
+        self._members.report_store(report)
         self._ask_for_snapshots()
 
     async def set_members(
@@ -60,19 +71,23 @@ class RouterActor:
         """Exactly these, each with its actor, may be placed on and fetched from."""
         self._actors = {info.engine_id: actor for info, actor in engines}
         self._actors |= {info.store_id: actor for info, actor in stores}
-        self._placement.set_engines(info for info, _ in engines)
-        self._placement.set_stores(info for info, _ in stores)
+        self._members.set_engines(info for info, _ in engines)
+        self._members.set_stores(info for info, _ in stores)
         self._ask_for_snapshots()
 
     async def loads(self) -> dict[EngineId, int]:
-        return self._placement.loads()
+        return self._members.loads()
 
     async def held(self) -> dict[Holder, frozenset[BlockKey]]:
         """What is known of the prefixes of each engine and store that is followed without a gap."""
-        return self._placement.held()
+        return self._members.held()
+
+    async def index_size(self) -> DirectorySize:
+        """How much is known of all of them together."""
+        return self._members.directory.size
 
     def _ask_for_snapshots(self) -> None:
-        for holder in self._placement.take_snapshot_requests():
+        for holder in self._members.take_snapshot_requests():
             task = asyncio.create_task(self._ask(holder, self._actors[holder]))
             self._asking.add(task)  # the event loop itself holds tasks only weakly
             task.add_done_callback(self._asking.discard)
@@ -82,7 +97,26 @@ class RouterActor:
             snapshot = await within(SNAPSHOT_DEADLINE_S, actor.snapshot.remote())
         except (RayError, TimeoutError) as error:
             logger.warning("no snapshot from %s: %s", holder, type(error).__name__)
-            self._placement.give_up(holder)
+            self._members.give_up(holder)
         else:
-            self._placement.restore(snapshot)
+            self._members.restore(snapshot)
             self._ask_for_snapshots()
+
+    async def _publish_metrics(self) -> None:
+        metrics = Metrics("router")
+        while True:
+            members, size = self._members, self._members.directory.size
+            metrics.gauge("shoal_router_members", "Engines and stores.", len(members.present))
+            metrics.gauge(
+                "shoal_router_up_to_date",
+                "1 if every report of theirs was heard, else 0.",
+                members.is_up_to_date,
+            )
+            metrics.gauge(
+                "shoal_router_index_keys", "Blocks and segments that somebody holds.", size.num_keys
+            )
+            metrics.gauge("shoal_router_index_entries", "The same once for each holder.", size.num_entries)
+            metrics.gauge("shoal_router_index_bytes", "Of memory, about.", size.num_bytes)
+            metrics.total("shoal_router_index_dropped", "Entries, for want of room.", size.num_dropped)
+            metrics.total("shoal_router_snapshots", "That had to be asked for.", members.num_snapshots)
+            await asyncio.sleep(METRICS_INTERVAL_S)

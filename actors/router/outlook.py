@@ -60,7 +60,7 @@ class Outlook:
         self._limit = min(len(request.block_keys), (request.num_prompt_tokens - 1) // block_size)
         self._directory = directory
         self._where = Whereabouts(directory, request.block_keys)
-        self._leading = directory.match(request.block_keys)
+        self._leading = directory.leading(self._where.blocks)
         self._furthest: dict[BoundaryRule, int] = {}
         self._ways: dict[_Similar, tuple[Prospect, ...]] = {}
         self._own = stores

@@ -76,6 +76,10 @@ class PrefixFeed(Generic[H]):
         for _, report in sorted(kept.items()):
             self._follow(report)
 
+    def doubt(self) -> None:
+        """The directory has dropped some of what it was told: a snapshot is to tell it again."""
+        self._behind = True
+
     def give_up(self) -> None:
         """The snapshot did not come: it may be asked for again."""
         self._kept = None

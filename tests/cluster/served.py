@@ -35,7 +35,8 @@ class Served:
     process: subprocess.Popen[bytes]
     name: str
     _log: IO[bytes]
-    url: str = ""
+    urls: tuple[str, ...] = ()
+    """One an ingress."""
     clients: list[OpenAI] = field(default_factory=list)
 
     @classmethod
@@ -72,13 +73,17 @@ class Served:
             return "\nready: " in self.output
 
         wait_for(printed, "the ready line", within_s=READY_DEADLINE_S)
-        (line,) = [line for line in self.output.splitlines() if line.startswith("ready: ")]
-        self.url = line.removeprefix("ready: ").removesuffix("/v1").strip()
+        lines = [line for line in self.output.splitlines() if line.startswith("ready: ")]
+        self.urls = tuple(line.removeprefix("ready: ").removesuffix("/v1").strip() for line in lines)
         wait_for(lambda: self.get("/ready") == 200, "/ready")
 
-    def get(self, path: str) -> int:
+    @property
+    def url(self) -> str:
+        return self.urls[0]
+
+    def get(self, path: str, url: str | None = None) -> int:
         try:
-            return httpx.get(f"{self.url}{path}", timeout=5).status_code
+            return httpx.get(f"{url or self.url}{path}", timeout=5).status_code
         except httpx.TransportError:
             return 0
 

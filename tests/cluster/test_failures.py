@@ -61,7 +61,9 @@ def test_an_engine_that_no_longer_answers_is_replaced(served: Served) -> None:
     wait_for(lambda: everybody_is_back(served, but=victim), "a new engine")
 
 
-@pytest.mark.parametrize(("name", "how"), [("router", "killed"), ("ingress", "killed"), ("ingress", "hung")])
+@pytest.mark.parametrize(
+    ("name", "how"), [("router", "killed"), ("ingress-0", "killed"), ("ingress-0", "hung")]
+)
 def test_router_and_ingress_are_replaced(served: Served, name: str, how: str) -> None:
     """A hung ingress still holds the port that its successor needs."""
     engines = served.engine_names()
@@ -79,9 +81,11 @@ def test_router_and_ingress_are_replaced(served: Served, name: str, how: str) ->
 
 def test_a_supervisor_that_dies_comes_back_and_adopts_what_runs(served: Served) -> None:
     before = {name: pid(served, name) for name in served.names()}
+    asked_before = num_snapshots(served)
     os.kill(before["supervisor"], signal.SIGKILL)
     assert complete(served, PROMPT), "nobody needs it to serve"
     wait_for(lambda: ready_engines(served), "the supervisor is back")
+    assert num_snapshots(served) == asked_before, "the router has forgotten nothing"
     after = {name: pid(served, name) for name in served.names()}
     assert after.pop("supervisor") != before.pop("supervisor")
     assert after == before
@@ -96,7 +100,7 @@ def test_an_ingress_killed_under_a_stream_leaves_nothing_on_the_engines(served: 
     ):
         lines = response.iter_lines()
         next(lines)
-        ray.kill(served.actor("ingress"))
+        ray.kill(served.actor("ingress-0"))
         for _ in lines:
             pass
     wait_for(lambda: served.get("/ready") == 200, "a new ingress")
@@ -137,6 +141,12 @@ def holds_a_request(served: Served, name: str) -> bool:
 def loads(served: Served) -> dict[str, int]:
     answer: dict[str, int] = ray.get(served.actor("router").loads.remote(), timeout=10)
     return answer
+
+
+def num_snapshots(served: Served) -> int:
+    """That the router has asked for."""
+    answer = served.actor("router").__ray_call__.remote(lambda router: router._members.num_snapshots)
+    return int(ray.get(answer, timeout=10))
 
 
 def ready_engines(served: Served) -> set[str]:

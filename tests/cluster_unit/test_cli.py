@@ -46,6 +46,8 @@ def serve(*arguments: str) -> str:
         (["--num-dropped-layers", "1"], "cannot drop 1 sliding layers"),
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),
         (["--engines", "0"], "--engines"),
+        (["--ingresses", "0"], "--ingresses"),
+        (["--port", "65534", "--ingresses", "3"], "--port 65534 leaves no room for --ingresses 3"),
     ],
 )
 def test_a_wrong_choice_is_one_line(checkpoint: str, flags: list[str], message: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
 from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
-from shoal.cluster.supervisor import LEASE_TICKS, Supervisor
-from shoal.cluster.watch import PING_DEADLINE_S, START_DEADLINE_S
+from shoal.cluster.supervisor import ADOPTION_DEADLINE_S, LEASE_TICKS, Supervisor
+from shoal.cluster.watch import PING_DEADLINE_S, PULSE_DEADLINE_S, START_DEADLINE_S
 from shoal.kvstore.messages import StoreId, StoreInfo
 
 
@@ -28,6 +28,8 @@ class FakeProcess:
         self.started: Future[Any] = Future()
         self.pings: list[Future[bool]] = []
         self.killed = False
+        self.hangs = False
+        self.running = True
         self.told: list[object] = []
 
     def start(self) -> Future[Any]:
@@ -39,6 +41,15 @@ class FakeProcess:
     def ping(self) -> Future[bool]:
         self.pings.append(Future())
         return self.pings[-1]
+
+    def pulse(self) -> Future[Any]:
+        pulse: Future[Any] = Future()
+        if self.running and not self.hangs:
+            pulse.set_result(None)
+        return pulse
+
+    def is_running(self) -> bool:
+        return self.running
 
     def kill(self) -> None:
         self.killed = True
@@ -92,8 +103,11 @@ class FakeIngress(FakeProcess):
         self.told.append((router.process_id, sorted(engines), fingerprint))
         self.stores = sorted(stores)
 
-    def stop(self) -> None:
+    def stop(self) -> Future[Any]:
         self.stopped = True
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
 
 
 @dataclass
@@ -104,6 +118,8 @@ class FakeLauncher:
     stores: list[FakeStore] = field(default_factory=list)
     to_adopt: list[FakeEngine] = field(default_factory=list)
     stores_to_adopt: list[FakeStore] = field(default_factory=list)
+    router_to_adopt: FakeRouter | None = None
+    ingresses_to_adopt: dict[int, FakeIngress] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=lambda: ["n"])
     """Of the engines, in turn."""
     failures: int = 0
@@ -120,9 +136,8 @@ class FakeLauncher:
         self.routers.append(FakeRouter("router", None))
         return self.routers[-1]
 
-    def ingress(self) -> FakeIngress:
-        ingress_id = IngressId(f"ingress-{len(self.ingresses)}")
-        self.ingresses.append(FakeIngress("ingress", IngressInfo(ingress_id=ingress_id, url="http://x")))
+    def ingress(self, index: int) -> FakeIngress:
+        self.ingresses.append(an_ingress(index, f"id-{len(self.ingresses)}"))
         return self.ingresses[-1]
 
     def store(self, node: str) -> FakeStore:
@@ -133,10 +148,10 @@ class FakeLauncher:
         return self.to_adopt
 
     def adopt_router(self) -> FakeRouter | None:
-        return None
+        return self.router_to_adopt
 
-    def adopt_ingress(self) -> FakeIngress | None:
-        return None
+    def adopt_ingress(self, index: int) -> FakeIngress | None:
+        return self.ingresses_to_adopt.get(index)
 
     def adopt_stores(self) -> list[FakeStore]:
         return self.stores_to_adopt
@@ -147,16 +162,25 @@ def an_engine(name: str, node: str = "n") -> FakeEngine:
     return FakeEngine(name, info)
 
 
+def an_ingress(index: int, ingress_id: str) -> FakeIngress:
+    return FakeIngress(f"ingress-{index}", IngressInfo(ingress_id=IngressId(ingress_id), url="http://x"))
+
+
 @dataclass
 class Cluster:
     num_engines: int = 2
+    num_ingresses: int = 1
     with_stores: bool = False
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(
-            self.launcher, num_engines=self.num_engines, with_stores=self.with_stores, clock=self.clock
+            self.launcher,
+            num_engines=self.num_engines,
+            num_ingresses=self.num_ingresses,
+            with_stores=self.with_stores,
+            clock=self.clock,
         )
 
     @property
@@ -201,7 +225,7 @@ def test_everybody_is_told_of_everybody_who_is_ready() -> None:
     names = ["engine-0-0", "engine-1-1"]
     assert cluster.launcher.routers[0].told[-1] == names
     assert cluster.launcher.ingresses[0].told[-1] == ("router", names, b"f")
-    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"}, [], None)
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"id-0"}, [], None)
 
 
 def test_an_ingress_that_is_ready_before_the_engines_hears_later_what_names_their_prefixes() -> None:
@@ -261,6 +285,17 @@ def test_a_start_may_take_long_but_not_for_ever() -> None:
     assert cluster.launcher.engines[0].killed
 
 
+def test_a_start_without_a_sign_of_life_is_ended_but_not_one_that_waits_for_room() -> None:
+    cluster = Cluster(num_engines=2)
+    cluster.tick()
+    hung, waiting = cluster.launcher.engines
+    hung.hangs, waiting.running = True, False
+    for _ in range(2):  # the pulse of the first minute was felt before it hung
+        cluster.tick(after_s=PULSE_DEADLINE_S + 0.1)
+    assert (hung.killed, waiting.killed) == (True, False)
+    assert cluster.supervisor.status().troubles == ("engine 0: TimeoutError: no sign of life within 60 s",)
+
+
 def test_a_wrong_configuration_is_reported_and_not_tried_again() -> None:
     cluster = Cluster(num_engines=1)
     cluster.tick()
@@ -290,14 +325,15 @@ def test_an_ingress_that_is_replaced_is_told_to_the_engines_by_its_new_id() -> N
     cluster.all_ready()
     cluster.tick(after_s=1.0)
     cluster.launcher.ingresses[0].pings[0].set_exception(RuntimeError("actor died"))
-    told = len(cluster.launcher.engines[0].told)
     cluster.tick()
-    assert len(cluster.launcher.engines[0].told) == told, "an ingress that may come back is not forgotten"
+    assert cluster.launcher.engines[0].told[-1] == ("router", set(), [], None), (
+        "nobody waits for its requests"
+    )
     cluster.tick(after_s=1.0)
     cluster.launcher.ingresses[1].become_ready()
     cluster.all_answer()
     cluster.tick()
-    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-1"}, [], None)
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"id-1"}, [], None)
 
 
 def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> None:
@@ -309,6 +345,70 @@ def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> 
     assert cluster.launcher.engines == [], "nothing is started beside them"
     assert [engine.killed for engine in running] == [False, False, True]
     assert cluster.supervisor.status().ready
+
+
+def left_by_another(num_engines: int = 2, num_ingresses: int = 2) -> FakeLauncher:
+    return FakeLauncher(
+        to_adopt=[an_engine(f"engine-{i}-old") for i in range(num_engines)],
+        router_to_adopt=FakeRouter("router", None),
+        ingresses_to_adopt={i: an_ingress(i, f"old-{i}") for i in range(num_ingresses)},
+        stores_to_adopt=[FakeStore("store-old", "n")],
+    )
+
+
+def test_a_restarted_supervisor_tells_nothing_until_it_knows_of_all_that_runs() -> None:
+    """Told of the others alone, the router would place nothing on the last one, and the engines would drop
+    what an ingress has asked for."""
+    launcher = left_by_another()
+    cluster = Cluster(num_ingresses=2, with_stores=True, launcher=launcher)
+    first, last = launcher.to_adopt
+    router, (store,) = launcher.router_to_adopt, launcher.stores_to_adopt
+    assert router is not None
+    left = [router, first, last, *launcher.ingresses_to_adopt.values(), store]
+    for process in left:
+        if process is not last and process is not store:
+            process.become_ready()
+    cluster.tick()
+    assert not any(process.told for process in left)
+    last.become_ready()
+    cluster.tick(after_s=0.5)
+    assert not any(process.told for process in left), "that the store is there is not said yet"
+    store.become_ready()
+    cluster.tick(after_s=0.5)
+    assert router.told == [["engine-0-old", "engine-1-old", "store-old"]]
+    assert last.told == [("router", {"old-0", "old-1"}, ["store-old"], "store-old")]
+    assert cluster.processes == (), "nothing was started beside them"
+
+
+def test_who_does_not_answer_a_restarted_supervisor_is_left_out_after_a_while() -> None:
+    launcher = left_by_another()
+    cluster = Cluster(num_ingresses=2, launcher=launcher)
+    first, hung = launcher.to_adopt
+    router = launcher.router_to_adopt
+    assert router is not None
+    hung.hangs = True
+    for process in (router, first, *launcher.ingresses_to_adopt.values()):
+        process.become_ready()
+    cluster.tick(after_s=ADOPTION_DEADLINE_S)
+    assert router.told == []
+    cluster.tick(after_s=0.5)
+    assert router.told == [["engine-0-old"]]
+
+
+def test_every_ingress_is_watched_by_itself_and_all_are_told_to_the_engines() -> None:
+    cluster = Cluster(num_engines=1, num_ingresses=2)
+    cluster.all_ready()
+    first, second = cluster.launcher.ingresses
+    assert first.told == second.told == [("router", ["engine-0-0"], b"f")]
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"id-0", "id-1"}, [], None)
+    cluster.tick(after_s=1.0)
+    first.pings[0].set_exception(RuntimeError("actor died"))
+    cluster.all_answer()
+    cluster.tick()
+    assert (first.killed, second.killed, cluster.supervisor.status().ready) == (True, False, False)
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"id-1"}, [], None)
+    cluster.tick(after_s=1.0)
+    assert cluster.launcher.ingresses[2].process_id == "ingress-0", "on its predecessor's port"
 
 
 def test_the_lease_expires_unless_the_driver_renews_it() -> None:
@@ -342,7 +442,7 @@ def test_once_ready_nothing_is_a_wrong_configuration_any_more() -> None:
     cluster.tick()
     status = cluster.supervisor.status()
     assert status.failed is None
-    assert status.troubles == ("ingress: ValueError: cannot listen on 127.0.0.1:8000",)
+    assert status.troubles == ("ingress 0: ValueError: cannot listen on 127.0.0.1:8000",)
     cluster.all_answer()
     cluster.tick(after_s=2.0)
     cluster.launcher.ingresses[2].become_ready()
@@ -386,8 +486,8 @@ def test_each_node_that_hosts_engines_has_a_store_and_all_are_told_of_all() -> N
     assert launcher.routers[0].told[-1] == ["engine-0-0", "engine-1-1", *names]
     assert launcher.ingresses[0].stores == names
     assert [engine.told[-1] for engine in launcher.engines] == [
-        ("router", {"ingress-0"}, names, "store-east-0"),
-        ("router", {"ingress-0"}, names, "store-west-1"),
+        ("router", {"id-0"}, names, "store-east-0"),
+        ("router", {"id-0"}, names, "store-west-1"),
     ]
     assert [store.told[-1] for store in launcher.stores] == ["router", "router"]
     assert [info.store_id for info in cluster.supervisor.status().stores] == names
@@ -426,7 +526,7 @@ def test_35_a_store_that_dies_is_replaced_under_a_new_name() -> None:
     cluster.launcher.stores[0].pings[0].set_exception(RuntimeError("actor died"))
     cluster.tick()
     assert cluster.supervisor.status().ready and cluster.launcher.stores[0].killed
-    assert cluster.launcher.engines[0].told[-1] == ("router", {"ingress-0"}, ["store-west-1"], None)
+    assert cluster.launcher.engines[0].told[-1] == ("router", {"id-0"}, ["store-west-1"], None)
     cluster.all_answer()
     cluster.tick(after_s=1.0)
     assert cluster.launcher.stores[2].process_id == "store-east-2"

@@ -14,6 +14,7 @@ from shoal.actors.messages import (
     PrefixSource,
     RequestId,
 )
+from shoal.actors.router.members import Members
 from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key, segment_key
 from shoal.kvstore.boundary import BoundaryRule
@@ -42,8 +43,9 @@ class Cluster:
     sequences: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.placement = Placer(block_size=BLOCK, clock=lambda: 0.0)
-        self.placement.set_engines([self.engine(A, "east"), self.engine(B, "west")])
+        self.members = Members(lambda: 0.0)
+        self.placement = Placer(self.members, block_size=BLOCK, clock=lambda: 0.0)
+        self.members.set_engines([self.engine(A, "east"), self.engine(B, "west")])
         self.set_stores(EAST, WEST)
 
     def engine(self, engine_id: EngineId, node: str) -> EngineInfo:
@@ -52,16 +54,16 @@ class Cluster:
         )
 
     def set_stores(self, *store_ids: StoreId) -> None:
-        self.placement.set_stores(
+        self.members.set_stores(
             StoreInfo(store_id=store_id, node=store_id.removeprefix("store-"), budget_bytes=1)
             for store_id in store_ids
         )
-        for holder in self.placement.take_snapshot_requests():
+        for holder in self.members.take_snapshot_requests():
             if holder in (A, B):
                 snapshot = PrefixSnapshot(engine_id=EngineId(holder), sequence=0, block_keys=())
-                self.placement.restore(snapshot)
+                self.members.restore(snapshot)
             else:
-                self.placement.restore(StoreSnapshot(store_id=StoreId(holder), sequence=0, block_keys=()))
+                self.members.restore(StoreSnapshot(store_id=StoreId(holder), sequence=0, block_keys=()))
 
     def _sequence(self, holder: str) -> int:
         self.sequences[holder] = self.sequences.get(holder, 0) + 1
@@ -76,7 +78,7 @@ class Cluster:
         fetch_tokens_per_s: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         """It computes 1,000 tokens/s."""
-        self.placement.report(
+        self.members.report(
             EngineReport(
                 engine_id=engine_id,
                 sequence=self._sequence(engine_id),
@@ -94,7 +96,7 @@ class Cluster:
         self, store_id: StoreId, keys: tuple[BlockKey, ...], removed: tuple[BlockKey, ...] = ()
     ) -> None:
         sequence = self._sequence(store_id)
-        self.placement.report_store(
+        self.members.report_store(
             StoreReport(store_id=store_id, sequence=sequence, stored=keys, removed=removed)
         )
 
@@ -266,10 +268,10 @@ def test_12_a_store_that_is_gone_or_has_evicted_is_no_source() -> None:
     cluster.set_stores(WEST)
     placed = cluster.place(10 * BLOCK + 1, A)
     assert (placed.expected_hit_tokens, placed.sources) == (4 * BLOCK, (source(WEST, 0, 4),))
-    assert cluster.placement.held().keys() == {A, B, WEST}
+    assert cluster.members.held().keys() == {A, B, WEST}
     cluster.store_has(WEST, (), removed=blocks(range(4)))
     cluster.store_has(EAST, blocks(range(8)))
-    assert cluster.placement.held()[WEST] == frozenset()
+    assert cluster.members.held()[WEST] == frozenset()
     assert cluster.place(10 * BLOCK + 1, A).sources == ()
 
 
@@ -278,10 +280,10 @@ def test_10_a_store_whose_report_was_lost_is_asked_for_a_snapshot() -> None:
     cluster.sequences[EAST] = 1
     cluster.store_has(EAST, blocks(range(8)))
     assert cluster.place().sources == ()
-    assert cluster.placement.take_snapshot_requests() == [EAST]
+    assert cluster.members.take_snapshot_requests() == [EAST]
     snapshot = StoreSnapshot(store_id=EAST, sequence=2, block_keys=blocks(range(8)))
-    cluster.placement.restore(snapshot)
-    assert cluster.placement.held()[EAST] == frozenset(blocks(range(8)))
+    cluster.members.restore(snapshot)
+    assert cluster.members.held()[EAST] == frozenset(blocks(range(8)))
 
 
 @pytest.mark.parametrize("rule", [BoundaryRule(), WINDOW])

@@ -19,6 +19,7 @@ from shoal.actors.router.engine_view import (
     OUTPUT_TOKENS,
     ROW_WEIGHT,
 )
+from shoal.actors.router.members import GRACE_S, Members
 from shoal.actors.router.placement import Placement, Placer
 from shoal.kvstore.block_hash import BlockKey, extend_keys, root_key
 
@@ -59,7 +60,7 @@ class Engine:
         self, *received: str, stored: tuple[BlockKey, ...] = (), removed: tuple[BlockKey, ...] = ()
     ) -> EngineReport:
         self.sequence += 1
-        self.held = self.held | set(stored) - set(removed)
+        self.held = (self.held | set(stored)) - set(removed)
         return EngineReport(
             engine_id=self.engine_id,
             sequence=self.sequence,
@@ -84,15 +85,16 @@ class Cluster:
         self.now = 0.0
         self.num_snapshots = 0
         self.engines = {engine_id: Engine(engine_id) for engine_id in engine_ids}
-        self.placement = Placer(block_size=BLOCK, clock=lambda: self.now)
-        self.placement.set_engines(infos(*engine_ids))
+        self.members = Members(lambda: self.now)
+        self.placement = Placer(self.members, block_size=BLOCK, clock=lambda: self.now)
+        self.members.set_engines(infos(*engine_ids))
         self.answer_snapshots()
         self._num_requests = 0
 
     def answer_snapshots(self) -> None:
-        for engine_id in self.placement.take_snapshot_requests():
+        for engine_id in self.members.take_snapshot_requests():
             self.num_snapshots += 1
-            self.placement.restore(self.engines[EngineId(engine_id)].snapshot())
+            self.members.restore(self.engines[EngineId(engine_id)].snapshot())
 
     def place(self, prompt: Tokens, *exclude: EngineId, name: str = "") -> Placement:
         self._num_requests += 1
@@ -113,7 +115,7 @@ class Cluster:
 
     def hear(self, engine_id: EngineId, *received: str, stored: Tokens = (), removed: Tokens = ()) -> None:
         report = self.engines[engine_id].report(*received, stored=keys(stored), removed=keys(removed))
-        self.placement.report(report)
+        self.members.report(report)
         self.answer_snapshots()
 
     def serve(self, prompt: Tokens, *, name: str, takes_s: float = 0.0) -> Placement:
@@ -125,10 +127,11 @@ class Cluster:
 
 
 def test_without_engines_there_is_no_place() -> None:
-    placement = Placer(block_size=BLOCK, clock=lambda: 0.0)
+    members = Members(lambda: 0.0)
+    placement = Placer(members, block_size=BLOCK, clock=lambda: 0.0)
     request = PlacementRequest(request_id=RequestId("r"), attempt=1, num_prompt_tokens=10)
     assert placement.place(request) is None
-    placement.set_engines(infos(A))
+    members.set_engines(infos(A))
     assert placement.place(request) == Placement(engine_id=A, expected_hit_tokens=0)
 
 
@@ -204,10 +207,10 @@ def test_the_engines_own_account_replaces_our_notes() -> None:
     assert cluster.place(tokens(1, 100), name="r1").engine_id == A
     cluster.engines[A].running[RequestId("r1")] = 100
     cluster.hear(A, "r1")
-    assert cluster.placement.loads() == {A: 1, B: 0}, "r1 is counted once, by its engine"
+    assert cluster.members.loads() == {A: 1, B: 0}, "r1 is counted once, by its engine"
     cluster.engines[A].running.clear()
     cluster.hear(A)
-    assert cluster.placement.loads() == {A: 0, B: 0}
+    assert cluster.members.loads() == {A: 0, B: 0}
 
 
 def test_a_late_report_is_no_news_but_what_it_received_is() -> None:
@@ -217,17 +220,17 @@ def test_a_late_report_is_no_news_but_what_it_received_is() -> None:
     late = cluster.engines[A].report("r1")
     cluster.engines[A].running.clear()
     cluster.hear(A)
-    cluster.placement.report(late)
-    assert cluster.placement.loads() == {A: 0}
+    cluster.members.report(late)
+    assert cluster.members.loads() == {A: 0}
 
 
 def test_a_request_that_never_arrives_is_not_counted_for_ever() -> None:
     cluster = Cluster(A)
     cluster.place(tokens(1, 100))
     cluster.now = NOTE_LIFETIME_S - 0.1
-    assert cluster.placement.loads() == {A: 1}
+    assert cluster.members.loads() == {A: 1}
     cluster.now = NOTE_LIFETIME_S
-    assert cluster.placement.loads() == {A: 0}
+    assert cluster.members.loads() == {A: 0}
 
 
 def test_a_burst_with_one_new_prefix_sees_it_before_it_is_computed() -> None:
@@ -340,13 +343,30 @@ def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:
     assert [placement.expected_hit_tokens for placement in placed] == [0, 192, 192]
 
 
+def test_case_06_what_runs_is_counted_however_often_the_members_are_named() -> None:
+    cluster = Cluster(A, B)
+    cluster.engines[A].running = {RequestId(f"r{i}"): 0 for i in range(8)}
+    cluster.hear(A)
+    for named in ([A, B], [A, B], [B], [A, B]):
+        cluster.members.set_engines(infos(*named))
+        cluster.now += 10.0
+    assert cluster.members.loads() == {A: 8, B: 0}
+
+
 def test_8_an_engine_that_was_away_for_a_moment_is_known_again_at_once() -> None:
     cluster = Cluster(A, B)
     cluster.hear(A, stored=tokens(1, 320))
-    cluster.placement.set_engines(infos(B))
-    cluster.placement.set_engines(infos(A, B))
+    asked_before = cluster.num_snapshots
+    cluster.members.set_engines(infos(B))
+    assert cluster.where(tokens(1, 321)) == B
+    cluster.now += 2.0
+    cluster.hear(A, stored=tokens(2, 320))
+    cluster.members.set_engines(infos(A, B))
     cluster.answer_snapshots()
-    assert cluster.place(tokens(1, 321)) == Placement(engine_id=A, expected_hit_tokens=320)
+    assert cluster.num_snapshots == asked_before
+    for start in (1, 2):
+        placed = cluster.place(tokens(start, 321))
+        assert placed == Placement(engine_id=A, expected_hit_tokens=320)
 
 
 def test_10_what_is_believed_is_what_the_engine_holds_again_after_one_snapshot() -> None:
@@ -356,12 +376,12 @@ def test_10_what_is_believed_is_what_the_engine_holds_again_after_one_snapshot()
     cluster.hear(A, stored=tokens(1, 64))
     engine.report(stored=keys(tokens(2, 64)))  # is lost
     twice = engine.report(stored=keys(tokens(3, 64)), removed=keys(tokens(1, 64)))
-    cluster.placement.report(twice)
+    cluster.members.report(twice)
     cluster.answer_snapshots()
-    cluster.placement.report(twice)
+    cluster.members.report(twice)
     cluster.hear(A, stored=tokens(4, 64))
     assert cluster.num_snapshots == asked_before + 1
-    assert cluster.placement.held() == {A: frozenset(engine.held)}
+    assert cluster.members.held() == {A: frozenset(engine.held)}
 
 
 def test_12_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
@@ -369,12 +389,15 @@ def test_12_an_engine_that_is_gone_is_never_chosen_and_leaves_nothing() -> None:
     cluster.hear(A, stored=tokens(1, 320))
     cluster.hear(B, stored=tokens(1, 32))
     cluster.place(tokens(2, 320), name="on its way")
-    cluster.placement.set_engines(infos(B))
-    assert cluster.placement.held() == {B: frozenset(keys(tokens(1, 32)))}
+    cluster.members.set_engines(infos(B))
+    cluster.now += GRACE_S
+    cluster.members.set_engines(infos(B))
+    assert cluster.members.held() == {B: frozenset(keys(tokens(1, 32)))}
+    assert cluster.members.directory.holders == {B}
     assert cluster.place(tokens(1, 320)) == Placement(engine_id=B, expected_hit_tokens=32)
     cluster.hear(A, stored=tokens(1, 320))
-    cluster.placement.restore(cluster.engines[A].snapshot())
-    assert cluster.placement.held().keys() == {B}, "what it still says is not heard"
+    cluster.members.restore(cluster.engines[A].snapshot())
+    assert cluster.members.held().keys() == {B}, "what it still says is not heard"
 
 
 def test_13_a_prefix_that_was_evicted_is_no_reason_to_go_there() -> None:
@@ -383,3 +406,18 @@ def test_13_a_prefix_that_was_evicted_is_no_reason_to_go_there() -> None:
     assert cluster.place(tokens(1, 65)).expected_hit_tokens == 64
     cluster.hear(A, stored=tokens(2, 64), removed=tokens(1, 64))
     assert cluster.place(tokens(1, 65)).expected_hit_tokens == 0
+
+
+def test_case_15_what_another_model_computed_of_the_same_prompt_is_no_hit() -> None:
+    """Nor does its engine's end disturb anybody: whose keys are whose is known by holder."""
+    cluster = Cluster(A, B)
+    prompt = tokens(1, 320)
+    of_another = tuple(extend_keys(root_key(b"another model", ""), prompt, BLOCK))
+    cluster.members.report(cluster.engines[A].report(stored=of_another))
+    cluster.hear(B, stored=prompt)
+    assert cluster.place(prompt) == Placement(engine_id=B, expected_hit_tokens=304)
+    cluster.members.set_engines(infos(B))
+    cluster.now += GRACE_S
+    cluster.members.set_engines(infos(B))
+    assert cluster.place(prompt) == Placement(engine_id=B, expected_hit_tokens=304)
+    cluster.members.check()

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from shoal.actors.messages import EngineId, EngineReport, PlacementRequest, PrefixSnapshot, RequestId
+from shoal.actors.router.members import Members
 from shoal.actors.router.placement import Placer
 from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from tests.router.test_placement import BLOCK, A, B, C, Tokens, infos, keys, tokens
@@ -17,15 +18,16 @@ class Cluster:
     """Three engines; what they hold and have to do is told by hand."""
 
     def __init__(self, name: RoutingPolicyName) -> None:
-        self.placer = Placer(block_size=BLOCK, clock=lambda: 0.0, policy=routing_policy(name))
-        self.placer.set_engines(infos(A, B, C))
-        self.placer.take_snapshot_requests()
+        self.members = Members(lambda: 0.0)
+        self.placer = Placer(self.members, block_size=BLOCK, clock=lambda: 0.0, policy=routing_policy(name))
+        self.members.set_engines(infos(A, B, C))
+        self.members.take_snapshot_requests()
         for engine_id in (A, B, C):
-            self.placer.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
+            self.members.restore(PrefixSnapshot(engine_id=engine_id, sequence=0, block_keys=()))
         self._num_requests = 0
 
     def has(self, engine_id: EngineId, prefix: Tokens = (), *, uncomputed: int = 0) -> None:
-        self.placer.report(
+        self.members.report(
             EngineReport(
                 engine_id=engine_id,
                 sequence=1,

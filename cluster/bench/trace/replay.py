@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from shoal.actors.messages import EngineId, PlacementRequest, PrefixSnapshot, RequestId
+from shoal.actors.router.members import Members
 from shoal.actors.router.placement import Placer
 from shoal.actors.router.policies import routing_policy
 from shoal.cluster.bench.trace.config import TraceConfig
@@ -33,7 +34,9 @@ class Replay:
         self._distinct = num_distinct_blocks(requests)
         self._num_blocks = self._blocks_of_an_engine()
         self._timeline = Timeline()
+        self._members = Members(lambda: self._timeline.now)
         self._placer = Placer(
+            self._members,
             block_size=config.block_size,
             clock=lambda: self._timeline.now,
             policy=routing_policy(config.policy),
@@ -118,7 +121,7 @@ class Replay:
                 num_blocks=self._num_blocks,
                 timeline=self._timeline,
                 stores=self._stores,
-                tell=self._placer.report,
+                tell=self._members.report,
                 on_end=self._ended,
             )
             self._engines[engine.engine_id] = engine
@@ -132,7 +135,7 @@ class Replay:
             num_blocks = self._config.num_store_blocks
             num_blocks = self._distinct if num_blocks is None else num_blocks
             node = Node(
-                f"node-{number}", self._config, max(1, num_blocks), self._timeline, self._placer.report_store
+                f"node-{number}", self._config, max(1, num_blocks), self._timeline, self._members.report_store
             )
             self._nodes.append(node)
             if self._config.has_stores:
@@ -141,10 +144,10 @@ class Replay:
 
     def _introduce(self) -> None:
         ready = [e for e in self._engines.values() if e.left_at is None and e.engine_id not in self._draining]
-        self._placer.set_engines(engine.info for engine in ready)
-        self._placer.set_stores(node.info for node in self._stores.values())
-        for holder in self._placer.take_snapshot_requests():
-            self._placer.restore(self._snapshot(holder))
+        self._members.set_engines(engine.info for engine in ready)
+        self._members.set_stores(node.info for node in self._stores.values())
+        for holder in self._members.take_snapshot_requests():
+            self._members.restore(self._snapshot(holder))
 
     def _snapshot(self, holder: str) -> PrefixSnapshot | StoreSnapshot:
         """Each is asked when it is new."""
