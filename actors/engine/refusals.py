@@ -8,14 +8,26 @@ from shoal.actors.messages import EngineRequest, ErrorKind, RequestError
 class Refusals:
     """Judges a request by what the model can compute and the engine can ever hold."""
 
-    def __init__(self, pools: Pools, *, max_model_len: int, vocab_size: int, max_requests: int) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        max_requests: int,
+        max_queued_tokens: int,
+    ) -> None:
         self._pools = pools
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_requests = max_requests
+        self._max_queued_tokens = max_queued_tokens
 
-    def refusal(self, request: EngineRequest, *, num_requests: int) -> RequestError | None:
-        """None if it can run, in its turn. num_requests: those that run or wait."""
+    def refusal(
+        self, request: EngineRequest, *, num_requests: int, num_queued_tokens: int
+    ) -> RequestError | None:
+        """None if it can run, in its turn. num_requests: those that run or wait. num_queued_tokens: of those
+        that wait; where none does, the longest prompt may come."""
         prompt = request.prompt_token_ids
         if message := self._mistake(request):
             return RequestError(kind=ErrorKind.INVALID, message=message)
@@ -33,6 +45,9 @@ class Refusals:
             return RequestError(kind=ErrorKind.NEVER_FITS, message=message)
         if num_requests >= self._max_requests:
             message = f"the engine is full: {num_requests} requests run or wait"
+            return RequestError(kind=ErrorKind.OVERLOADED, message=message)
+        if num_queued_tokens and num_queued_tokens + len(prompt) > self._max_queued_tokens:
+            message = f"the engine is full: {num_queued_tokens} tokens wait"
             return RequestError(kind=ErrorKind.OVERLOADED, message=message)
         return None
 

@@ -1,11 +1,12 @@
 """The seam between HTTP and the cluster: all that the front door asks of the actors behind it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from shoal.actors.messages import EngineRequest, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
 
 
 class Dispatcher(Protocol):
@@ -32,4 +33,9 @@ class Dispatcher(Protocol):
 
         False if one of them did not answer.
         """
+        ...
+
+    async def outstanding(self) -> Mapping[str, Outstanding | None]:
+        """By process, this one and all that it reaches: what was given out and has not come back. None where
+        there was no answer."""
         ...

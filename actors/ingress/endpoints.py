@@ -19,8 +19,10 @@ from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, C
 from shoal.actors.ingress.body import read_body
 from shoal.actors.ingress.dispatch import Dispatcher
 from shoal.actors.ingress.errors import not_ready, timed_out
+from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
 from shoal.actors.ingress.intake import Intake, Intent
+from shoal.actors.ingress.invariants import invariants
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
@@ -56,6 +58,7 @@ class Endpoints:
         codec: TextCodec,
         intake: Intake,
         dispatcher: Dispatcher,
+        gate: Gate,
         metrics: Metrics,
         max_body_bytes: int,
         timeout_s: float,
@@ -64,6 +67,7 @@ class Endpoints:
         self._codec = codec
         self._intake = intake
         self._dispatcher = dispatcher
+        self._gate = gate
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
@@ -96,13 +100,16 @@ class Endpoints:
             return not_ready().response()
         return JSONResponse({})
 
+    async def invariants(self) -> Response:
+        return invariants({"http": self._gate.outstanding(), **await self._dispatcher.outstanding()})
+
     async def health(self) -> Response:
         """This process lives; nothing is said of engines."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
         """A request could be placed now. Probes ask every second: a no is an answer, not a failure to log."""
-        if not self._dispatcher.ready():
+        if self._gate.is_closed or not self._dispatcher.ready():
             return not_ready().response()
         return JSONResponse({"status": "ready"})
 

@@ -27,6 +27,7 @@ from shoal.actors.messages import (
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.outstanding import Outstanding
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,16 @@ class _Link:
     async def reset_prefix_cache(self) -> None:
         """Raises RayError or TimeoutError."""
         await within(CALL_DEADLINE_S, self._actor.reset_prefix_cache.remote())
+
+    @property
+    def num_submits(self) -> int:
+        """Requests of which the engine was told, and has not said the last."""
+        return len(self._submits)
+
+    async def outstanding(self) -> Outstanding:
+        """The engine's. Raises RayError or TimeoutError."""
+        outstanding: Outstanding = await within(CALL_DEADLINE_S, self._actor.outstanding.remote())
+        return outstanding
 
     def remove(self) -> None:
         self._pump_task.cancel()
@@ -152,6 +163,24 @@ class EngineStreams:
         all_forgot = await _all_succeed(engines)
         stores = {s: within(CALL_DEADLINE_S, store.reset.remote()) for s, store in self._stores.items()}
         return await _all_succeed(stores) and all_forgot
+
+    async def outstanding(self) -> dict[str, Outstanding | None]:
+        links = self._links.values()
+        counts = {
+            "inboxes": sum(len(link.inboxes) for link in links),
+            "submits": sum(link.num_submits for link in links),
+            "lost_links": sum(link.lost for link in links),
+        }
+        asked: dict[str, Coroutine[Any, Any, Outstanding]] = {
+            **{link.engine_id: link.outstanding() for link in links},
+            **{s: within(CALL_DEADLINE_S, actor.outstanding.remote()) for s, actor in self._stores.items()},
+        }
+        answers = await asyncio.gather(*asked.values(), return_exceptions=True)
+        heard = {
+            name: None if isinstance(answer, BaseException) else answer
+            for name, answer in zip(asked, answers, strict=True)
+        }
+        return {self._ingress_id: Outstanding(counts=counts), **heard}
 
     @asynccontextmanager
     async def open(

@@ -15,6 +15,7 @@ from shoal.actors.messages import (
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,7 @@ class FakeDispatcher:
         """For certain prompts."""
         self.is_ready = True
         self.resets = True
+        self.processes: dict[str, Outstanding | None] = {}
         self.opened: list[EngineRequest] = []
         self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
@@ -79,6 +81,9 @@ class FakeDispatcher:
 
     async def reset_prefix_cache(self) -> bool:
         return self.resets
+
+    async def outstanding(self) -> Mapping[str, Outstanding | None]:
+        return self.processes
 
     @asynccontextmanager
     async def open(

@@ -55,6 +55,7 @@ class Bench:
     max_num_batched_tokens: int = 16
     max_model_len: int = 300
     max_queued_requests: int = 1000
+    max_queued_tokens: int = 100_000
     cache: PrefixCacheName = "radix"
     fingerprint: bytes = b""
     view: StoreView | None = None
@@ -72,6 +73,7 @@ class Bench:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
             vocab_size=VOCABULARY,
         )
         state = None
@@ -145,6 +147,7 @@ class Bench:
     def drained(self) -> bool:
         """Nothing is owned but by the prefix cache, and nothing at all once that is reset."""
         self.pools.check([])
+        assert not any(self.engine.outstanding().values()), self.engine.outstanding()
         self.engine.reset_prefix_cache()
         self.pools.check([])
         pools = (self.pools.blocks, self.pools.rows, self.pools.slots, self.pools.segments)

@@ -14,6 +14,7 @@ from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
 
@@ -69,6 +70,9 @@ class Recorded:
 
     async def reset_prefix_cache(self) -> bool:
         return True
+
+    async def outstanding(self) -> dict[str, Outstanding | None]:
+        return {}
 
 
 Heard = list[tuple[int, TextDelta] | None]

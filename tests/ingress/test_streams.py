@@ -27,9 +27,11 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.outstanding import Outstanding
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
 KEYS = (BlockKey(b"first block"),)
+NOTHING = Outstanding(counts={"of any kind": 0})
 REQUEST = EngineRequest(
     request_id=RequestId("r"),
     attempt=1,
@@ -73,6 +75,7 @@ class FakeEngine:
     submit_error: Exception | None = None
     reset_error: Exception | None = None
     num_resets: int = 0
+    outstanding_error: Exception | None = None
     answer: list[TokenBatch | Exception] = field(default_factory=list)
     """What its stream brings once a request is submitted."""
     outbox: asyncio.Queue[TokenBatch | Exception] = field(default_factory=asyncio.Queue)
@@ -82,6 +85,7 @@ class FakeEngine:
         self.submit = Method(self._submit)
         self.abort = Method(lambda *args: self.aborted.append(args))
         self.reset_prefix_cache = Method(self._reset)
+        self.outstanding = Method(lambda: Ref(self.outstanding_error or NOTHING))
 
     async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
         self.num_streams += 1
@@ -400,6 +404,7 @@ class FakeStore:
 
     def __post_init__(self) -> None:
         self.reset = Method(self._reset)
+        self.outstanding = Method(lambda: Ref(NOTHING))
 
     def _reset(self) -> Ref:
         assert self.engine is None or self.engine.num_resets
@@ -433,3 +438,21 @@ async def _where_the_prefix_is() -> None:
 
 def test_the_engine_is_told_where_the_prefix_can_be_had() -> None:
     run(_where_the_prefix_is())
+
+
+async def _what_is_outstanding() -> None:
+    engines, store = {A: FakeEngine(), B: FakeEngine(outstanding_error=ActorDiedError())}, FakeStore()
+    streams = EngineStreams(IngressId("i"))
+    await streams.introduce(FakeRouter(A), engines, {StoreId("s"): store})
+    engines[A].say(5)
+    async with streams.open(REQUEST, KEYS) as chunks:
+        await anext(chunks)
+        during = await streams.outstanding()
+        assert during["i"] == Outstanding(counts={"inboxes": 1, "submits": 1, "lost_links": 0})
+        assert (during[A], during[B], during["s"]) == (NOTHING, None, NOTHING)
+    after = (await streams.outstanding())["i"]
+    assert after is not None and after.is_clean
+
+
+def test_what_is_outstanding_is_asked_of_all_and_silence_is_told() -> None:
+    run(_what_is_outstanding())
