@@ -38,6 +38,8 @@ from shoal.actors.messages import ModelCard
 
 INTAKE_THREADS = 4
 """A long prompt keeps one of them for seconds; the others go on."""
+SHORT_BYTES = 4096
+"""A body that is parsed in less time than it takes to hand it to a thread."""
 MAX_NAMES_WARNED_OF = 16
 """In one answer,"""
 MAX_NAMES_LOGGED = 1000
@@ -124,8 +126,11 @@ class Endpoints:
         shape: type[Answer],
     ) -> Response:
         data = await read_body(request, max_bytes=self._max_body_bytes)
-        work = partial(self._intake.parse, data, model)
-        body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, work)
+        parsed = partial(self._intake.parse, data, model)
+        if len(data) <= SHORT_BYTES:
+            body, ignored = parsed()
+        else:
+            body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, parsed)
         self._warn(request, ignored)
         deadline = self._deadline(request, body.timeout)
 

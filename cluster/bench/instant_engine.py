@@ -1,6 +1,8 @@
 """A cluster without its engines' work: our front door and router over an actor that answers at once."""
 
 import asyncio
+import logging
+import os
 import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -35,6 +37,8 @@ FINGERPRINT = b"an engine that computes nothing"
 START_DEADLINE_S = 120.0
 CALL_DEADLINE_S = 30.0
 A_TOKEN = 1000
+OBJECT_STORE_BYTES = 100 << 20
+"""All that travels here travels inline."""
 
 
 class InstantEngine:
@@ -122,9 +126,16 @@ class FrontDoor:
 @contextmanager
 def front_door(model: ModelCard, num_engines: int) -> Iterator[str]:
     """In a private Ray; yields the URL."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
         ray.init(
-            address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=directory
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=directory,
         )
         try:
             door = FrontDoor(model, num_engines)

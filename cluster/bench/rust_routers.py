@@ -39,7 +39,7 @@ def _program(name: RouterName, python: Path | None) -> Path:
     hint = f"python -m venv V && V/bin/pip install {name}, then --peer-python V/bin/python"
     if python is None:
         raise PeerError(f"--vs {name} needs an environment of its own: {hint}")
-    program = python.absolute().with_name(name)
+    program = python.absolute().with_name(name.value)
     if not program.is_file():
         raise PeerError(f"there is no {name} beside --peer-python {python}: {hint}")
     return program
@@ -51,6 +51,7 @@ def _launch(worker_url: str, port: int) -> list[str]:
 
 def _plain(worker_url: str, port: int) -> list[str]:
     where = ["--worker-urls", worker_url, "--host", "127.0.0.1", "--port", str(port)]
+    where += ["--prometheus-port", str(free_port())]  # else both want the same
     return [*where, "--policy", "cache_aware"]
 
 

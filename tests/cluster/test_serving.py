@@ -165,7 +165,8 @@ def test_everything_is_returned_when_nobody_asks(served: Served) -> None:
     assert {"http", *served.engine_names()} < invariants()["processes"].keys()
     body = {"prompt": PROMPT, "max_tokens": 3500, "temperature": 0, "stream": True}
     with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()
+        next(lines)
         during = invariants()
     assert not during["clean"]
     held = [entry["outstanding"] for entry in during["processes"].values()]
