@@ -40,8 +40,15 @@ class Refusals:
         """Why no engine of this model can compute the request."""
         if not request.prompt_token_ids or request.max_tokens < 1:
             return "a request needs at least one prompt token and max_tokens of at least 1"
+        if len(request.output_token_ids) >= request.max_tokens:
+            return f"of max_tokens {request.max_tokens} there are {len(request.output_token_ids)} already"
         biased = [token for token, _ in request.sampling.logit_bias]
-        for what, token_ids in {"prompt": request.prompt_token_ids, "logit_bias": biased}.items():
+        given = {
+            "prompt": request.prompt_token_ids,
+            "output": request.output_token_ids,
+            "logit_bias": biased,
+        }
+        for what, token_ids in given.items():
             if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size:
                 return f"token ids of {what} must be from 0 to {self._vocab_size - 1}"
         return None
