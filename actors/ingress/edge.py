@@ -13,11 +13,13 @@ import secrets
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import ApiError, internal_error, overloaded, timed_out
 from shoal.actors.ingress.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
+PLACEMENT_HEADER = "x-shoal-placement"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
 QUIET_S = 1.0
@@ -31,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 class Edge:
-    """Tells those inside what the request is called and when it arrived; they may leave a warning for it."""
+    """Tells those inside what the request is called and when it arrived; they may leave a warning for it, and
+    how its choices were placed."""
 
     def __init__(self, app: ASGIApp, *, metrics: Metrics, max_open_requests: int, timeout_s: float) -> None:
         self._app = app
@@ -51,6 +54,7 @@ class Edge:
             "request_id": _request_id(scope),
             "arrived": now(),
             "warning": None,
+            "placed_by": {},
             "metrics": self._metrics,
             "quiet_until": self._quiet_until,
         }
@@ -64,6 +68,8 @@ class Edge:
                 headers[REQUEST_ID_HEADER] = state["request_id"]
                 if state["warning"] is not None:
                     headers[WARNING_HEADER] = state["warning"]
+                if state["placed_by"]:
+                    headers[PLACEMENT_HEADER] = ", ".join(map(_placement, state["placed_by"]))
             await send(message)
 
         self._num_open += 1
@@ -114,6 +120,10 @@ def _is_quiet(scope: Scope, code: str) -> bool:
         return True
     quiet_until[code] = now + QUIET_S
     return False
+
+
+def _placement(by: PlacedBy) -> str:
+    return f"blind; reason={by}" if by.is_blind else by
 
 
 def _endpoint(scope: Scope) -> str:
