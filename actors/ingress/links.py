@@ -29,10 +29,6 @@ CALL_DEADLINE_S = 10.0
 INTRODUCTION_DEADLINE_S = 2.0
 """How long we may hear later of an engine than the router does."""
 
-ABSENCE_S = 2.0
-"""An engine that is not named for so long hangs or was removed: of one that died its stream tells at once. A
-supervisor that was just restarted names those first who answer first, and no stream is to be cut for that."""
-
 Key = tuple[RequestId, int]
 """(request, attempt): what an attempt that was given up still says finds no inbox."""
 Inbox = asyncio.Queue[TokenChunk]
@@ -44,7 +40,6 @@ class Link:
     def __init__(self, engine_id: EngineId, actor: Any, ingress_id: IngressId) -> None:
         self.engine_id = engine_id
         self.lost = False
-        self.last_named = asyncio.get_running_loop().time()
         self._actor = actor
         self._ingress_id = ingress_id
         self._inboxes: dict[Key, Inbox] = {}
@@ -121,11 +116,8 @@ class Links:
     async def introduce(self, actors: Mapping[EngineId, Any]) -> None:
         """Exactly these engines exist. Requests on one that does no longer are lost to it; a broken stream is
         opened anew."""
-        now = asyncio.get_running_loop().time()
         for engine_id, link in list(self._links.items()):
-            if engine_id in actors:
-                link.last_named = now
-            if link.lost or now - link.last_named >= ABSENCE_S:
+            if link.lost or engine_id not in actors:
                 self._links.pop(engine_id).remove()
         for engine_id in actors.keys() - self._links.keys():
             self._links[engine_id] = Link(engine_id, actors[engine_id], self._ingress_id)

@@ -6,7 +6,6 @@ said before anything was killed: no error, nothing twice, nothing lost.
 
 import argparse
 import os
-import random
 import signal
 import sys
 import tempfile
@@ -139,14 +138,14 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--blows", type=int, default=10)
-    parser.add_argument("--hang", action="store_true", help="SIGSTOP every second victim instead of SIGKILL")
+    parser.add_argument("--hang", action="store_true", help="SIGSTOP instead of SIGKILL")
     parser.add_argument("--model", choices=("tiny", "smollm2"), default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    choose = random.Random(args.seed)
-    roles = [*ROLES, *choose.choices(ROLES, k=args.blows)][: args.blows]
-    numbers = [signal.SIGSTOP if args.hang and i % 2 else signal.SIGKILL for i in range(args.blows)]
-    blows = [Blow(role=role, signal=number) for role, number in zip(roles, numbers, strict=True)]
+    blows = [
+        Blow(role=ROLES[i % len(ROLES)], signal=signal.SIGSTOP if args.hang else signal.SIGKILL)
+        for i in range(args.blows)
+    ]
     with tempfile.TemporaryDirectory() as folder, private_ray() as address:
         checkpoint = (
             tiny_llama(Path(folder), max_position_embeddings=4096) if args.model == "tiny" else smollm2()

@@ -10,7 +10,6 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from shoal.actors.ingress.dispatch import PlacedBy
-from shoal.actors.ingress.links import ABSENCE_S
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     EngineId,
@@ -128,28 +127,6 @@ async def _a_broken_stream_is_opened_anew() -> None:
 
 def test_a_stream_that_breaks_while_its_engine_lives_is_opened_anew() -> None:
     run(_a_broken_stream_is_opened_anew())
-
-
-async def _an_engine_that_is_not_named() -> None:
-    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
-    await streams.introduce(router, {A: engine}, {})
-    engine.say(5)
-    async with streams.open(REQUEST, KEYS, nobody_cares) as chunks:
-        assert (await anext(chunks)).token_ids == (5,)
-        await streams.introduce(router, {}, {})
-        await streams.introduce(router, {A: engine}, {})
-        engine.outbox.put_nowait(engine.answer[0])
-        assert (await anext(chunks)).token_ids == (5,), "a blip cuts no stream"
-        for _ in range(2):
-            await asyncio.sleep(ABSENCE_S)
-            await streams.introduce(router, {}, {})
-        await asyncio.sleep(0.01)
-        assert [aborted[:2] for aborted in engine.aborted] == [("r", 1)]
-        assert not streams.ready()
-
-
-def test_case_8_an_engine_that_is_not_named_for_a_moment_keeps_its_stream() -> None:
-    run(_an_engine_that_is_not_named())
 
 
 async def _nobody_to_ask() -> None:
