@@ -30,6 +30,8 @@ MAY_USE_RAY = (
     "shoal.actors.engine.actor",
     "shoal.actors.engine.offers",
     "shoal.actors.ingress.actor",
+    "shoal.actors.ingress.links",
+    "shoal.actors.ingress.placer",
     "shoal.actors.ingress.streams",
     "shoal.actors.router.actor",
     "shoal.cluster.bench.bytes_engine",

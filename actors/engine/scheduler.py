@@ -152,8 +152,8 @@ class Scheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of all prompts together."""
-        return sum(sequence.num_uncomputed_prompt for sequence in self._sequences.values())
+        """Of what came with all requests together."""
+        return sum(sequence.num_uncomputed for sequence in self._sequences.values())
 
     def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
         """Queue a request, or answer at once that it cannot run."""
@@ -409,7 +409,7 @@ class Scheduler:
             self._sharing.share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         drawn = result.drawn[step.sequence_id]
-        cached_tokens = None if sequence.num_output else sequence.cached_tokens
+        cached_tokens = None if sequence.has_drawn else sequence.cached_tokens
         reason = sequence.append(drawn.token_id)
         self._sharing.share(sequence)
         if reason is not None:

@@ -25,7 +25,7 @@ class IngressActor:
         self._model = model
         self._http = http
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
-        self._streams = EngineStreams(self._ingress_id)
+        self._streams = EngineStreams(self._ingress_id, model.block_size)
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -60,7 +60,7 @@ class IngressActor:
         """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
         if fingerprint:
             self._intake.learn_fingerprint(fingerprint)
-        await self._streams.introduce(router, engines, stores)
+        await self._streams.introduce(router, engines, stores, fingerprint)
 
     async def ping(self) -> None:
         """Answers while the event loop turns; raises when the server has ended."""

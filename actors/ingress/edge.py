@@ -16,12 +16,14 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import ApiError, internal_error, stopping, timed_out
 from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
+PLACEMENT_HEADER = "x-shoal-placement"
 RETRY_HEADER = "retry-after"
 EVENTS = "text/event-stream"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
@@ -55,7 +57,8 @@ class _Told:
 
 
 class Edge:
-    """Tells those inside what the request is called and when it arrived; they may leave a warning for it."""
+    """Tells those inside what the request is called and when it arrived; they may leave a warning for it, and
+    how its choices were placed."""
 
     def __init__(self, app: ASGIApp, *, gate: Gate, metrics: Metrics, timeout_s: float) -> None:
         self._app = app
@@ -74,6 +77,7 @@ class Edge:
             "request_id": _request_id(scope),
             "arrived": now(),
             "warning": None,
+            "placed_by": {},
             "metrics": self._metrics,
             "quiet_until": self._quiet_until,
         }
@@ -118,6 +122,8 @@ class Edge:
         headers[REQUEST_ID_HEADER] = state["request_id"]
         if state["warning"] is not None:
             headers[WARNING_HEADER] = state["warning"]
+        if state["placed_by"]:
+            headers[PLACEMENT_HEADER] = ", ".join(map(_placement, state["placed_by"]))
         if message["status"] == 503 and RETRY_HEADER not in headers:
             headers[RETRY_HEADER] = str(self._gate.retry_after_s())
 
@@ -167,3 +173,7 @@ def _endpoint(scope: Scope) -> str:
 def _request_id(scope: Scope) -> str:
     wanted = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return wanted if _SANE_ID.fullmatch(wanted) else f"req-{secrets.token_hex(16)}"
+
+
+def _placement(by: PlacedBy) -> str:
+    return f"blind; reason={by}" if by.is_blind else by

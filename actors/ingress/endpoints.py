@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, CompletionAnswer
 from shoal.actors.ingress.body import read_body
-from shoal.actors.ingress.dispatch import Dispatcher
+from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import not_ready, timed_out
 from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
@@ -147,7 +147,8 @@ class Endpoints:
             include_usage=body.include_usage,
             include_logprobs=include_logprobs,
         )
-        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics)
+        placed = partial(self._placed, request)
+        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics, placed)
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
@@ -190,6 +191,11 @@ class Endpoints:
             if limit.expired():
                 raise timed_out(deadline.timeout_s) from None
             raise
+
+    def _placed(self, request: Request, by: PlacedBy) -> None:
+        """Each way is named once in the answer's headers, in the order in which its choices went."""
+        self._metrics.count_placement(by)
+        request.state.placed_by[by] = None
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
         """In the answer's headers every time, in the log once a name."""

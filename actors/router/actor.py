@@ -27,6 +27,7 @@ class RouterActor:
     def __init__(self, block_size: int) -> None:
         self._placement = CheapestEngine(block_size=block_size, clock=time.monotonic)
         self._actors: dict[Holder, Any] = {}
+        self._fingerprints: dict[EngineId, bytes] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
@@ -43,7 +44,13 @@ class RouterActor:
         placed = self._placement.place(request)
         if placed is None:
             return None
-        return PlacementReply(engine_id=placed.engine_id, sources=placed.sources)
+        return PlacementReply(
+            engine_id=placed.engine_id,
+            sources=placed.sources,
+            hit_tokens=placed.expected_hit_tokens,
+            is_up_to_date=self._placement.is_up_to_date,
+            fingerprint=self._fingerprints[placed.engine_id],
+        )
 
     async def report(self, report: EngineReport) -> None:
         self._placement.report(report)
@@ -58,6 +65,7 @@ class RouterActor:
     ) -> None:
         """Exactly these, each with its actor, may be placed on and fetched from."""
         self._actors = {info.engine_id: actor for info, actor in engines}
+        self._fingerprints = {info.engine_id: info.fingerprint for info, _ in engines}
         self._actors |= {info.store_id: actor for info, actor in stores}
         self._placement.set_engines(info for info, _ in engines)
         self._placement.set_stores(info for info, _ in stores)

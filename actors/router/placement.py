@@ -128,6 +128,11 @@ class CheapestEngine:
             engine.forget_old(now)
         return {engine_id: engine.num_requests for engine_id, engine in self._engines.items()}
 
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether what nobody is known to hold nobody holds."""
+        return all(feed.following for feed in self._feeds.values())
+
     def held(self) -> dict[Holder, frozenset[BlockKey]]:
         """What each engine and store is known to hold, if its reports are followed without a gap."""
         return {h: self._directory.keys_of(h) for h, feed in self._feeds.items() if feed.following}

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.messages import (
     CachedTokens,
     EngineRequest,
@@ -38,6 +39,8 @@ class Script:
     """Says the tokens and then nothing more."""
     raises: Exception | None = None
     """A breach of the dispatcher's contract."""
+    placed_by: tuple[PlacedBy, ...] = (PlacedBy.LOAD,)
+    """One for each attempt. All of them are made at once, which is sooner than real ones are."""
     waits_for: int = 0
     """Says its first token when so many requests are open, and each further one when all have got as far."""
 
@@ -87,9 +90,14 @@ class FakeDispatcher:
 
     @asynccontextmanager
     async def open(
-        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+        self,
+        request: EngineRequest,
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         self.opened.append(request)
+        for by in self.script.placed_by:
+            placed(by)
         self.block_keys.append(block_keys)
         try:
             yield self._speak(request, self.scripts.get(request.prompt_token_ids, self.script))
@@ -104,11 +112,11 @@ class FakeDispatcher:
         *pieces, last = _cut(script.token_ids[: request.max_tokens], script.chunk_size)
         for index, piece in enumerate(pieces):
             await self._wait(script, index)
-            yield _chunk(request, piece, cached=script.cached)
+            yield _chunk(request, piece, cached=None if index else script.cached)
         await self._wait(script, len(pieces))
         if script.ends_well:
             self.finished.append(request)
-            yield _chunk(request, last, script.finish_reason, cached=script.cached)
+            yield _chunk(request, last, script.finish_reason, cached=None if pieces else script.cached)
             return
         if last:
             yield _chunk(request, last)

@@ -66,6 +66,8 @@ class Bench:
     cached_by_place: dict[str, CachedTokens] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, RequestError] = field(default_factory=dict)
+    begun: set[tuple[str, int]] = field(default_factory=set)
+    """Attempts that have drawn a token."""
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
@@ -157,8 +159,10 @@ class Bench:
         for reply in replies:
             name = reply.chunk.request_id
             assert name not in self.finished, "nothing follows the last chunk"
-            if reply.chunk.token_ids and not self.tokens[name]:
+            attempt = (name, reply.chunk.attempt)
+            if reply.chunk.token_ids and attempt not in self.begun:
                 assert reply.chunk.cached_tokens is not None
+                self.begun.add(attempt)
                 self.cached[name] = reply.chunk.cached_tokens.total
                 self.cached_by_place[name] = reply.chunk.cached_tokens
             else:

@@ -190,6 +190,17 @@ def test_a_queue_of_tokens_has_an_end_but_for_one_that_waits_alone() -> None:
     assert bench.drained()
 
 
+def test_an_answer_that_has_begun_elsewhere_is_let_in_where_others_are_not() -> None:
+    bench = Bench(max_num_seqs=1, max_queued_requests=0)
+    bench.submit(a_request("runs", [1, 2]))
+    bench.submit(a_request("new", [3]))
+    drawn = generate([4], 2)
+    bench.submit(a_request("goes on", [4], max_tokens=4, output_token_ids=tuple(drawn)))
+    assert list(bench.errors) == ["new"]
+    bench.finish()
+    assert drawn + bench.tokens["goes on"] == generate([4], 4)
+
+
 def test_what_is_outstanding_is_named() -> None:
     bench = Bench(num_slots=3)
     bench.submit(a_request("a", list(range(9))))

@@ -7,9 +7,11 @@ import httpx
 import pytest
 
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import HttpConfig, ModelCard
+from shoal.actors.messages import EngineId, HttpConfig, ModelCard
 from tests.ingress.checkpoints import byte_level_tokenizer, save_checkpoint
-from tests.ingress.test_streams import A, FakeEngine, FakeRouter
+from tests.ingress.fake_actors import FakeEngine, FakeRouter
+
+ENGINE = EngineId("engine")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -24,7 +26,7 @@ def test_a_request_that_is_not_done_is_answered_before_the_connection_is_closed(
     async def scenario() -> httpx.Response:
         ingress, engine = IngressActor(model, HttpConfig(port=0)), FakeEngine()
         info = await ingress.start()
-        await ingress.introduce(FakeRouter(A), {A: engine}, {}, b"tiny")
+        await ingress.introduce(FakeRouter(ENGINE), {ENGINE: engine}, {}, b"tiny")
         async with httpx.AsyncClient(base_url=info.url, timeout=10, trust_env=False) as client:
             body = {"prompt": "hello", "stream": stream}
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
