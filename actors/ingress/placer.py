@@ -56,7 +56,7 @@ class Placer:
         self._silent_router: Any = None
         """The one whose last call failed."""
         self._ping: asyncio.Task[None] | None = None
-        self._warner = _Warner(lambda: asyncio.get_running_loop().time())
+        self._warner = _Warner(_now)
 
     def introduce(self, router: Any, fingerprint: bytes) -> None:
         """This router places; if it was silent, it is asked whether it still is."""
@@ -78,9 +78,9 @@ class Placer:
     ) -> Place | None:
         """None when there is no engine but those that were tried. One that we lost is not offered again,
         whatever the router knows of it."""
-        wanted_by = asyncio.get_running_loop().time() + PLACE_DEADLINE_S
+        wanted_by = _now() + PLACE_DEADLINE_S
         unlinked: frozenset[EngineId] = frozenset()
-        while (router := self._router) is not None and router != self._silent_router:
+        while self._router_answers:
             wanted = PlacementRequest(
                 request_id=request.request_id,
                 attempt=request.attempt,
@@ -89,31 +89,41 @@ class Placer:
                 exclude=tried | unlinked | self._links.lost,
             )
             try:
-                reply: PlacementReply | None = await within(PLACE_DEADLINE_S, router.place.remote(wanted))
+                reply = await self._ask(wanted)
             except (RayError, TimeoutError):
-                self._silent_router = router
-                continue
+                continue  # another may have taken its place meanwhile
             if reply is None:
                 # One that was just restarted knows nobody yet: it is told when we are.
-                left_s = wanted_by - asyncio.get_running_loop().time()
+                left_s = wanted_by - _now()
                 if left_s <= 0 or not self._others(wanted.exclude):
                     return None
                 await self._links.introduced(left_s)
-                continue
-            link = await self._links.find(reply.engine_id)
-            if link is not None:
-                by = self._went_by(request, wanted, reply)
-                self._warner.note(by)
-                return Place(link=link, by=by, sources=reply.sources)
-            unlinked |= {reply.engine_id}
-        return self._place_ourselves(tried)
-
-    def _place_ourselves(self, tried: frozenset[EngineId]) -> Place | None:
+            elif link := await self._links.find(reply.engine_id):
+                return self._place(link, self._went_by(request, wanted, reply), reply.sources)
+            else:
+                unlinked |= {reply.engine_id}
         others = self._others(tried)
         if not others:
             return None
-        self._warner.note(PlacedBy.ROUTER_AWAY)
-        return Place(link=min(others, key=lambda link: link.num_requests), by=PlacedBy.ROUTER_AWAY)
+        return self._place(min(others, key=lambda link: link.num_requests), PlacedBy.ROUTER_AWAY)
+
+    @property
+    def _router_answers(self) -> bool:
+        return self._router is not None and self._router != self._silent_router
+
+    async def _ask(self, wanted: PlacementRequest) -> PlacementReply | None:
+        """Raises RayError or TimeoutError."""
+        router = self._router
+        try:
+            reply: PlacementReply | None = await within(PLACE_DEADLINE_S, router.place.remote(wanted))
+        except (RayError, TimeoutError):
+            self._silent_router = router
+            raise
+        return reply
+
+    def _place(self, link: Link, by: PlacedBy, sources: tuple[PrefixSource, ...] = ()) -> Place:
+        self._warner.note(by)
+        return Place(link=link, by=by, sources=sources)
 
     def _others(self, excluded: frozenset[EngineId]) -> list[Link]:
         return [link for link in self._links if link.engine_id not in excluded]
@@ -127,6 +137,10 @@ class Placer:
         if not wanted.block_keys or reply.fingerprint != self.fingerprint:
             return PlacedBy.NO_KEYS
         return PlacedBy.LOAD if reply.is_up_to_date else PlacedBy.STALE_INDEX
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 class _Warner:
