@@ -114,6 +114,7 @@ class EngineRequest:
     """Counts from 1. An engine that hung and revived speaks under its old attempt and is not heard."""
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    """Of the whole answer, what earlier attempts have drawn included."""
     stop_token_ids: frozenset[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: int | None = None
@@ -126,6 +127,16 @@ class EngineRequest:
     """Lower is sooner; equal ones go by arrival."""
     sources: tuple[PrefixSource, ...] = ()
     """Where the router believes the prompt's blocks to be, beside the engine's own device."""
+    output_token_ids: tuple[int, ...] = ()
+    """What earlier attempts have drawn and were heard of. It is computed like a prompt, and counts as output:
+    the answer goes on behind it, drawn as if there had been one attempt. None of it is said again,"""
+    num_prompt_logprobs: int = 0
+    """nor are so many of the prompt's logprobs."""
+
+    @property
+    def num_tokens(self) -> int:
+        """That are there from the beginning."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +164,7 @@ class TokenChunk:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     """Of the prompt's tokens from the second on, in pieces as they are computed: the first has none."""
     cached_tokens: CachedTokens | None = None
-    """In the request's first chunk with a token."""
+    """In the attempt's first chunk with a token."""
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     """Set exactly when finish_reason is ERROR."""
@@ -173,8 +184,9 @@ class PlacementRequest:
     request_id: RequestId
     attempt: int
     num_prompt_tokens: int
+    """Of all that is to be computed before the attempt's first token: what earlier ones have drawn is too."""
     block_keys: tuple[BlockKey, ...] = ()
-    """Of the prompt's complete blocks, in order."""
+    """Of the complete blocks of these tokens, in order."""
     exclude: frozenset[EngineId] = frozenset()
     """Engines that this request has already failed on."""
 
@@ -214,10 +226,16 @@ class PrefixSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementReply:
-    """Where a request goes, and where its prefix can be had."""
+    """Where a request goes, where its prefix can be had, and what the choice went by."""
 
     engine_id: EngineId
     sources: tuple[PrefixSource, ...] = ()
+    hit_tokens: int = 0
+    """What the engine is believed to find of the prefix, on its device or in stores."""
+    is_up_to_date: bool = True
+    """Every engine's and every store's reports are followed: what was not found is nowhere."""
+    fingerprint: bytes = b""
+    """The engine's: block keys below another one say nothing of what it has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,6 +50,9 @@ def serve(
     max_queued_requests: Annotated[
         int, typer.Option(help="Requests that wait on an engine beside those that it runs.")
     ] = 1024,
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="Tokens of all that wait on an engine together; one that waits alone may.")
+    ] = 1 << 20,
     block_size: Annotated[int, typer.Option(help="Tokens in a KV block.")] = 128,
     prefix_cache: Annotated[
         Literal["naive", "radix"], typer.Option(help="How computed prefixes are kept for later requests.")
@@ -102,6 +105,7 @@ def serve(
                 kv_write_policy=kv_write_policy,
                 max_model_len=max_model_len,
                 max_queued_requests=max_queued_requests,
+                max_queued_tokens=max_queued_tokens,
                 block_size=block_size,
                 prefix_cache=prefix_cache,
                 kv_cache_dtype=kv_cache_dtype,

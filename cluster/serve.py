@@ -71,6 +71,7 @@ class ServeOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
     num_dropped_layers: int = 0
     kv_store_bytes: int | None = None
     """Of each node; 0 is none."""
@@ -237,6 +238,7 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
             max_num_seqs=options.max_num_seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             max_queued_requests=options.max_queued_requests,
+            max_queued_tokens=options.max_queued_tokens,
             prefix_cache=options.prefix_cache,
             num_dropped_layers=options.num_dropped_layers,
             kv_write_policy=options.kv_write_policy,

@@ -13,6 +13,7 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 from shoal.kvstore.object_store import ObjectStore
+from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
 from shoal.kvstore.sizes import format_size
 from shoal.kvstore.store import KVStore
@@ -101,6 +102,9 @@ class StoreActor:
     async def used_bytes(self) -> int:
         """Of the budget, what is coming included."""
         return self._store.used_bytes
+
+    async def outstanding(self) -> Outstanding:
+        return self._store.outstanding()
 
     async def check(self) -> None:
         """Raises AssertionError if the books disagree with each other."""

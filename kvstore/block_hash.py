@@ -34,6 +34,14 @@ def extend_keys(parent: BlockKey, token_ids: Sequence[int], block_size: int) -> 
     return keys
 
 
+def complete_keys(
+    root: BlockKey, keys: Sequence[BlockKey], token_ids: Sequence[int], block_size: int
+) -> tuple[BlockKey, ...]:
+    """Of all the complete blocks of `token_ids` below `root`; `keys` are those of the first."""
+    parent = keys[-1] if keys else root
+    return (*keys, *extend_keys(parent, token_ids[len(keys) * block_size :], block_size))
+
+
 def segment_key(key: BlockKey) -> BlockKey:
     """Names the state segment of a block. A key like any other, so that stores and directories, which know
     bytes and not what they are, hold both alike."""

@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.changes import Changes
 from shoal.kvstore.messages import Extent, ReadExtent, Reading
+from shoal.kvstore.outstanding import Outstanding
 
 T = TypeVar("T")
 
@@ -187,6 +188,12 @@ class KVStore(Generic[T]):
         self._where.clear()
         for extent_id in list(self._held):
             self._drop(extent_id)
+
+    def outstanding(self) -> Outstanding:
+        """Leases that nobody handed back and that have not ended, and what was started and neither ended nor
+        aborted."""
+        self._end_leases()
+        return Outstanding.of({"leases": len(self._leases), "coming": len(self._coming)}, self.check)
 
     def check(self) -> None:
         """Raise AssertionError if the books disagree with each other."""

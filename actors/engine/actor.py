@@ -34,6 +34,7 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, StoreId
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 from shoal.kvstore.object_store import ObjectStore, RemoteStore
+from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,15 @@ class EngineActor:
             self._link.saver.forget()
 
         await self._ask(reset)
+
+    async def outstanding(self) -> Outstanding:
+        num_unsent = sum(outbox.qsize() for outbox in self._outboxes.values())
+
+        def look(engine: Engine) -> Outstanding:
+            counts = {**engine.outstanding(), **self._link.outstanding(), "unsent_batches": num_unsent}
+            return Outstanding.of(counts, engine.check)
+
+        return await self._ask(look)
 
     async def _ask(self, question: Callable[[Engine], T]) -> T:
         """What the engine answers between two steps."""

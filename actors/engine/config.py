@@ -22,6 +22,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
     num_dropped_layers: int = 0
     """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     kv_write_policy: WritePolicy = "write_through"
@@ -46,6 +47,7 @@ class EngineConfig:
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
             max_model_len=self.max_model_len,
             vocab_size=vocab_size,
         )

@@ -156,6 +156,10 @@ class Engine:
         """Until nothing computes. What a step in flight has to say is said by the next `step`."""
         wait([step.result for step in self._in_flight])
 
+    def outstanding(self) -> dict[str, int]:
+        """What is under way, and what is owned for it: all 0 when idle."""
+        return {**self._scheduler.outstanding(), "steps": len(self._in_flight)}
+
     def check(self) -> None:
         """Raise AssertionError if an invariant of scheduler or pools is broken."""
         self._scheduler.check()

@@ -99,6 +99,11 @@ class Fetcher:
         self.failures: Counter[Fallback] = Counter()
         """Of reads that did not bring all that they should have."""
 
+    @property
+    def num_unfinished(self) -> int:
+        """Fetches under way, and those that wait behind them."""
+        return len(self._in_flight) + len(self._queue)
+
     def set_stores(self, stores: Mapping[StoreId, Store], own: StoreId | None) -> None:
         """Exactly these can be read; `own` is the one of this node."""
         self._stores, self._own = dict(stores), own

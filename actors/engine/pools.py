@@ -154,6 +154,15 @@ class Pools:
             self.prefix_cache.segments.unlock(list(holding.segments.values()))
             holding.segments.clear()
 
+    def outstanding(self) -> dict[str, int]:
+        """What somebody owns beside the prefix cache."""
+        return {
+            "blocks": self.blocks.num_usable - self.num_available,
+            "segments": self.segments.num_usable - self.num_available_segments,
+            "rows": self.rows.num_usable - self.rows.num_free,
+            "slots": self.slots.num_usable - self.slots.num_free if self.slots else 0,
+        }
+
     def check(self, holdings: Iterable[Holding]) -> None:
         """The owners are exactly these holdings, the prefix cache and the copies that save what it has."""
         held = list(holdings)

@@ -92,7 +92,8 @@ class Saver:
         self._offer = offer
         self._clock = clock
         self._extent_ids = (f"{engine_id}/{number}" for number in count(1))
-        self._is_copying = False
+        self.is_copying = False
+        """Off the device, on the copies' thread."""
         self._is_copy_void = False
         self._paused_until = 0.0
         self.has_store = False
@@ -104,12 +105,12 @@ class Saver:
 
     def advance(self) -> None:
         """Begin to copy if there is something to save and room for it."""
-        if self._is_copying or not self.has_store or self._clock() < self._paused_until:
+        if self.is_copying or not self.has_store or self._clock() < self._paused_until:
             return
         batch_bytes = max(BATCH_BYTES, self._bytes_per_block, self._bytes_per_segment)
         pieces = self._scheduler.take_saves(min(batch_bytes, self._staging.room_bytes))
         if pieces:
-            self._is_copying = True
+            self.is_copying = True
             copying = self._copies.submit(self._copy, pieces)
             copying.add_done_callback(lambda done: self._post(partial(self._copied, pieces, done)))
 
@@ -126,10 +127,10 @@ class Saver:
     def forget(self) -> None:
         """The prefix cache has been reset: what no store has by now is not offered to any."""
         self._staging.clear()
-        self._is_copy_void = self._is_copying
+        self._is_copy_void = self.is_copying
 
     def _copied(self, pieces: Sequence[Piece], copying: Future[list[Staged]]) -> None:
-        self._is_copying = False
+        self.is_copying = False
         is_void, self._is_copy_void = self._is_copy_void, False
         self._scheduler.saved(pieces)
         if (error := copying.exception()) is not None:

@@ -45,6 +45,9 @@ class SchedulerConfig:
     """Token ids below it can be computed. One that cannot would fail the whole step, its neighbours too."""
     max_queued_requests: int = 1024
     """Requests that wait beside max_num_seqs that run. One more is told at once to come again."""
+    max_queued_tokens: int = 1 << 20
+    """Tokens that those which wait have together. One more that waits is told so too, if that would be more:
+    a token takes some fifty bytes, and a queue of long prompts is more work than its length tells."""
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
@@ -54,8 +57,9 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}), or a full decode step would not fit"
             )
-        if self.max_queued_requests < 0:
-            raise ValueError(f"max_queued_requests must not be negative, got {self.max_queued_requests}")
+        for name in ("max_queued_requests", "max_queued_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
 
     @property
     def num_rows(self) -> int:
@@ -111,6 +115,7 @@ class Scheduler:
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
             max_requests=config.max_num_seqs + config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
         )
         self._sequences: dict[SequenceId, Sequence] = {}
         self._waiting: list[Sequence] = []  # by rank, as is _running
@@ -147,12 +152,16 @@ class Scheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of all prompts together."""
-        return sum(sequence.num_uncomputed_prompt for sequence in self._sequences.values())
+        """Of what came with all requests together."""
+        return sum(sequence.num_uncomputed for sequence in self._sequences.values())
 
     def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
         """Queue a request, or answer at once that it cannot run."""
-        error = self._refusals.refusal(request, num_requests=len(self._sequences))
+        error = self._refusals.refusal(
+            request,
+            num_requests=len(self._sequences),
+            num_queued_tokens=sum(len(sequence.tokens) for sequence in self._waiting),
+        )
         if error is not None:
             return [Reply(to=reply_to, chunk=_error_chunk(request, error))]
         sequence = Sequence(
@@ -267,6 +276,10 @@ class Scheduler:
     def fetch_failed(self, fetch_id: FetchId, reason: Fallback) -> None:
         """No copy to its pieces, if it has any, is under way any more."""
         self._fetches.failed(fetch_id, reason)
+
+    def outstanding(self) -> dict[str, int]:
+        """What is under way, and what is owned for it: all 0 when idle."""
+        return {"requests": self.num_sequences, **self._pools.outstanding(), "fetches": self.num_fetches}
 
     def check(self) -> None:
         """Every invariant of the sequences and their pools (DESIGN, "What a sequence owns")."""
@@ -396,7 +409,7 @@ class Scheduler:
             self._sharing.share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         drawn = result.drawn[step.sequence_id]
-        cached_tokens = None if sequence.num_output else sequence.cached_tokens
+        cached_tokens = None if sequence.has_drawn else sequence.cached_tokens
         reason = sequence.append(drawn.token_id)
         self._sharing.share(sequence)
         if reason is not None:

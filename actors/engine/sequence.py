@@ -71,12 +71,13 @@ class Sequence:
     """Tokens that need not be computed if what is being fetched for it comes, and stays."""
     fetched: dict[BlockKey, Place] = field(default_factory=dict)
     """Where blocks came from that were fetched for it."""
-    num_prompt_logprobs: int = 0
+    num_prompt_logprobs: int = field(init=False)
     """Reported so far: one for each row of the prompt, of the token after it."""
 
     def __post_init__(self) -> None:
         request = self.request
-        self.tokens = list(request.prompt_token_ids)
+        self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
+        self.num_prompt_logprobs = request.num_prompt_logprobs
         self.rank = (request.priority, self.sequence_id)
         self.sources = request.sources
         self.draw = Draw(
@@ -92,7 +93,13 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
+        """Also of earlier attempts."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether this attempt has."""
+        return len(self.tokens) > self.request.num_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -106,8 +113,9 @@ class Sequence:
         return self.num_tokens - self.num_planned
 
     @property
-    def num_uncomputed_prompt(self) -> int:
-        return max(0, self.num_prompt - max(self.num_planned, self.num_promised))
+    def num_uncomputed(self) -> int:
+        """Of the tokens that came with the request."""
+        return max(0, self.request.num_tokens - max(self.num_planned, self.num_promised))
 
     def block_keys(self, first: int, end: int, block_size: int) -> list[BlockKey]:
         """Of blocks first, ..., end - 1, whose tokens must be known."""

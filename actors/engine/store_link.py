@@ -71,6 +71,14 @@ class StoreLink:
         self.saver.has_store = own is not None
         self.fetcher.set_stores(stores, own)
 
+    def outstanding(self) -> dict[str, int]:
+        """What moves, or waits to be moved: all 0 when idle."""
+        return {
+            "reads": self.fetcher.num_unfinished,
+            "copies": int(self.saver.is_copying),
+            "staged_bytes": self.staging.used_bytes,
+        }
+
     def begin_fetches(self) -> None:
         self.fetcher.advance()
 

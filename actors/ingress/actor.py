@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import socket
 import uuid
 from collections.abc import Mapping
@@ -24,7 +25,7 @@ class IngressActor:
         self._model = model
         self._http = http
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
-        self._streams = EngineStreams(self._ingress_id)
+        self._streams = EngineStreams(self._ingress_id, model.block_size)
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -45,7 +46,7 @@ class IngressActor:
         listener = listen(self._http)
         codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
         app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
-        self._intake = app.state.intake
+        self._intake, self._gate = app.state.intake, app.state.gate
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
@@ -59,7 +60,7 @@ class IngressActor:
         """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
         if fingerprint:
             self._intake.learn_fingerprint(fingerprint)
-        await self._streams.introduce(router, engines, stores)
+        await self._streams.introduce(router, engines, stores, fingerprint)
 
     async def ping(self) -> None:
         """Answers while the event loop turns; raises when the server has ended."""
@@ -67,11 +68,12 @@ class IngressActor:
             raise RuntimeError("the HTTP server has ended")
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new; open requests may go on for grace_s."""
+        """Accept nothing new; open requests may go on for grace_s, and are then answered that they cannot."""
         if self._serving is not None:
-            self._server.config.timeout_graceful_shutdown = int(grace_s)
+            self._gate.close(grace_s)
+            self._server.config.timeout_graceful_shutdown = math.ceil(grace_s) + 1
             self._server.should_exit = True
-            await asyncio.wait([self._serving], timeout=grace_s + 1)
+            await asyncio.wait([self._serving], timeout=grace_s + 2)
 
 
 def listen(http: HttpConfig) -> socket.socket:

@@ -1,6 +1,7 @@
 """The HTTP application: which path leads where, who may ask, and how failures are answered."""
 
 import hmac
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -14,10 +15,12 @@ from shoal.actors.ingress.dispatch import Dispatcher
 from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST, Edge, report_failure
 from shoal.actors.ingress.endpoints import Endpoints
 from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
+from shoal.actors.ingress.gate import Gate, GateConfig
 from shoal.actors.ingress.generation_config import generation_defaults
 from shoal.actors.ingress.intake import Intake
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.openapi import body_of, describe
+from shoal.actors.ingress.pace import Pace
 from shoal.actors.ingress.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -33,8 +36,8 @@ from shoal.actors.ingress.text import PromptError, TextCodec
 from shoal.actors.messages import ModelCard
 
 MAX_BODY_BYTES = 32 * 2**20
-MAX_OPEN_REQUESTS = 1024
 TIMEOUT_S = 3600.0
+LIMITS = GateConfig()
 
 
 def create_app(
@@ -44,23 +47,27 @@ def create_app(
     dispatcher: Dispatcher,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
-    max_open_requests: int = MAX_OPEN_REQUESTS,
+    limits: GateConfig = LIMITS,
     timeout_s: float = TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """The front door of one model."""
     metrics = Metrics()
+    gate = Gate(limits, Pace(clock))
     intake = Intake(model, codec, generation_defaults(model.checkpoint))
     endpoints = Endpoints(
         model=model,
         codec=codec,
         intake=intake,
         dispatcher=dispatcher,
+        gate=gate,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         timeout_s=timeout_s,
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.intake = intake  # to be told the fingerprint
+    app.state.gate = gate  # to be closed
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)
@@ -70,7 +77,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _http_exception)
     app.add_exception_handler(ClientGone, _client_gone)
     app.add_exception_handler(ClientDisconnect, _client_gone)
-    app.add_middleware(Edge, metrics=metrics, max_open_requests=max_open_requests, timeout_s=timeout_s)
+    app.add_middleware(Edge, gate=gate, metrics=metrics, timeout_s=timeout_s)
     app.openapi = partial(describe, app)  # type: ignore[method-assign]
     return app
 
@@ -92,6 +99,7 @@ def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
             responses={200: {"model": answered}},
         )
     router.add_api_route("/reset_prefix_cache", endpoints.reset_prefix_cache, methods=["POST"])
+    _add_get(router, "/debug/invariants", endpoints.invariants)
     _add_get(router, "/v1/models", endpoints.models)
     _add_get(router, "/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
     return router

@@ -17,10 +17,13 @@ RequestT = TypeVar("RequestT", bound=ModelRequest)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """What comes is counted at the gate (`carry`)."""
     too_large = ApiError(413, f"The request body is larger than {max_bytes} bytes.", code="request_too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise too_large
+    expected = int(declared) if declared.isdecimal() else 0
+    request.state.carry(expected)  # now, and not when most of it has come
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_DEADLINE_S):
@@ -28,6 +31,9 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
                 body += part
                 if len(body) > max_bytes:
                     raise too_large
+                if len(body) > expected:
+                    request.state.carry(len(body) - expected)
+                    expected = len(body)
     except TimeoutError:
         raise ApiError(408, "The request body did not arrive in time.", code=TIMED_OUT) from None
     return bytes(body)

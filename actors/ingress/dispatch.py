@@ -1,23 +1,49 @@
 """The seam between HTTP and the cluster: all that the front door asks of the actors behind it."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
+from enum import StrEnum
 from typing import Protocol
 
 from shoal.actors.messages import EngineRequest, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
+
+
+class PlacedBy(StrEnum):
+    """What the choice of an engine went by. The last three are blind: a prefix may have been overlooked."""
+
+    PREFIX = "prefix"
+    """And load, of course."""
+    LOAD = "load"
+    """Nobody has any of the prompt."""
+    NO_KEYS = "no_keys"
+    """The prompt has a block or more, but what its blocks are called on that engine is not known."""
+    STALE_INDEX = "stale_index"
+    """Nobody is known to have any of it, but the router does not follow everybody's reports."""
+    ROUTER_AWAY = "router_away"
+    """The ingress has placed it itself."""
+
+    @property
+    def is_blind(self) -> bool:
+        return self not in (PlacedBy.PREFIX, PlacedBy.LOAD)
 
 
 class Dispatcher(Protocol):
     """Places a request on an engine and brings its tokens back."""
 
     def open(
-        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+        self,
+        request: EngineRequest,
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
     ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
         """The request's chunks, ending with the one that has a finish_reason. The attempt is only the first:
-        where an engine fails before it has said anything, another is asked.
+        where an engine is lost another goes on, and the chunks as if there had been one. Each attempt's first
+        chunk with a token says how much of prompt and answer was cached for it.
 
         The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
+        `placed` is called for each attempt, before its first chunk.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
         Leaving the context before the last chunk aborts the request on its engine.
         """
@@ -32,4 +58,9 @@ class Dispatcher(Protocol):
 
         False if one of them did not answer.
         """
+        ...
+
+    async def outstanding(self) -> Mapping[str, Outstanding | None]:
+        """By process, this one and all that it reaches: what was given out and has not come back. None where
+        there was no answer."""
         ...

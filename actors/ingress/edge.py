@@ -9,15 +9,23 @@ import asyncio
 import logging
 import re
 import secrets
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.actors.ingress.errors import ApiError, internal_error, overloaded, timed_out
+from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.errors import ApiError, internal_error, stopping, timed_out
+from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.metrics import Metrics
 
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
+PLACEMENT_HEADER = "x-shoal-placement"
+RETRY_HEADER = "retry-after"
+EVENTS = "text/event-stream"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
 QUIET_S = 1.0
@@ -26,19 +34,37 @@ CLIENT_CLOSED_REQUEST = 499
 
 LAST_WORDS_S = 10.0
 """For the answer that says that a deadline was missed; who has not read it by then is as good as gone."""
+PARTING_S = 0.5
+"""The same when the server stops, and does not wait for long."""
 
 logger = logging.getLogger(__name__)
 
 
-class Edge:
-    """Tells those inside what the request is called and when it arrived; they may leave a warning for it."""
+class _Told:
+    """What a client has been sent of its answer."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, max_open_requests: int, timeout_s: float) -> None:
+    def __init__(self) -> None:
+        self.status: int | None = None
+        self.is_stream = False
+        self.is_whole = False
+
+    def note(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(EVENTS)
+        elif not message.get("more_body", False):
+            self.is_whole = True
+
+
+class Edge:
+    """Tells those inside what the request is called and when it arrived; they may leave a warning for it, and
+    how its choices were placed."""
+
+    def __init__(self, app: ASGIApp, *, gate: Gate, metrics: Metrics, timeout_s: float) -> None:
         self._app = app
+        self._gate = gate
         self._metrics = metrics
-        self._max_open_requests = max_open_requests
         self._limit_s = timeout_s + LAST_WORDS_S
-        self._num_open = 0
         self._quiet_until: dict[str, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,45 +77,68 @@ class Edge:
             "request_id": _request_id(scope),
             "arrived": now(),
             "warning": None,
+            "placed_by": {},
             "metrics": self._metrics,
             "quiet_until": self._quiet_until,
         }
-        status = CLIENT_CLOSED_REQUEST
+        told = _Told()
 
         async def send_named(message: Message) -> None:
-            nonlocal status
+            told.note(message)
             if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID_HEADER] = state["request_id"]
-                if state["warning"] is not None:
-                    headers[WARNING_HEADER] = state["warning"]
+                self._name(message, state)
             await send(message)
 
-        self._num_open += 1
         self._metrics.in_flight.inc()
         try:
             async with asyncio.timeout(self._limit_s) as limit:
-                await self._bounded(scope, receive, send_named)
+                await self._let_in(scope, receive, send_named, limit, told)
         except Exception as error:
-            failure = timed_out(self._limit_s) if limit.expired() else error
+            failure = self._out_of_time() if limit.expired() else error
             report_failure(scope, failure)
-            if status == CLIENT_CLOSED_REQUEST:
-                answer = failure if isinstance(failure, ApiError) else internal_error()
-                await answer.response()(scope, receive, send_named)
+            await self._last_words(failure, told, scope, receive, send_named)
         finally:
-            self._num_open -= 1
             self._metrics.in_flight.dec()
+            status = CLIENT_CLOSED_REQUEST if told.status is None else told.status
             self._metrics.count_request(_endpoint(scope), status, now() - state["arrived"])
 
-    async def _bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _let_in(
+        self, scope: Scope, receive: Receive, send: Send, limit: asyncio.Timeout, told: _Told
+    ) -> None:
         """Probes and scrapes are let in at any time: they say that there is too much to do."""
-        if self._num_open > self._max_open_requests and scope["method"] == "POST":
-            error = overloaded()
-            report_failure(scope, error)
-            await error.response()(scope, receive, send)
-        else:
+        if scope["method"] != "POST":
             await self._app(scope, receive, send)
+            return
+        with self._gate.visit(limit) as visit:
+            scope["state"]["carry"] = partial(self._gate.carry, visit)
+            await self._app(scope, receive, send)
+            visit.is_answered = told.status == 200
+
+    def _out_of_time(self) -> ApiError:
+        return stopping() if self._gate.is_closed else timed_out(self._limit_s)
+
+    def _name(self, message: Message, state: dict[str, Any]) -> None:
+        headers = MutableHeaders(scope=message)
+        headers[REQUEST_ID_HEADER] = state["request_id"]
+        if state["warning"] is not None:
+            headers[WARNING_HEADER] = state["warning"]
+        if state["placed_by"]:
+            headers[PLACEMENT_HEADER] = ", ".join(map(_placement, state["placed_by"]))
+        if message["status"] == 503 and RETRY_HEADER not in headers:
+            headers[RETRY_HEADER] = str(self._gate.retry_after_s())
+
+    async def _last_words(
+        self, failure: Exception, told: _Told, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """What is left to say of a failure, if anybody can be told."""
+        said = failure if isinstance(failure, ApiError) else internal_error()
+        if told.status is None:
+            await said.response()(scope, receive, send)
+        elif told.is_stream and not told.is_whole and self._gate.is_closed:
+            # Nobody who does not read may keep the server from stopping.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(PARTING_S):
+                    await send({"type": "http.response.body", "body": said.event(), "more_body": False})
 
 
 def report_failure(scope: Scope, error: Exception) -> None:
@@ -124,3 +173,7 @@ def _endpoint(scope: Scope) -> str:
 def _request_id(scope: Scope) -> str:
     wanted = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
     return wanted if _SANE_ID.fullmatch(wanted) else f"req-{secrets.token_hex(16)}"
+
+
+def _placement(by: PlacedBy) -> str:
+    return f"blind; reason={by}" if by.is_blind else by

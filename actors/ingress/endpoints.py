@@ -17,10 +17,12 @@ from pydantic import BaseModel
 
 from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, CompletionAnswer
 from shoal.actors.ingress.body import read_body
-from shoal.actors.ingress.dispatch import Dispatcher
+from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import not_ready, timed_out
+from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
 from shoal.actors.ingress.intake import Intake, Intent
+from shoal.actors.ingress.invariants import invariants
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
@@ -36,6 +38,8 @@ from shoal.actors.messages import ModelCard
 
 INTAKE_THREADS = 4
 """A long prompt keeps one of them for seconds; the others go on."""
+SHORT_BYTES = 4096
+"""A body that is parsed in less time than it takes to hand it to a thread."""
 MAX_NAMES_WARNED_OF = 16
 """In one answer,"""
 MAX_NAMES_LOGGED = 1000
@@ -56,6 +60,7 @@ class Endpoints:
         codec: TextCodec,
         intake: Intake,
         dispatcher: Dispatcher,
+        gate: Gate,
         metrics: Metrics,
         max_body_bytes: int,
         timeout_s: float,
@@ -64,6 +69,7 @@ class Endpoints:
         self._codec = codec
         self._intake = intake
         self._dispatcher = dispatcher
+        self._gate = gate
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
         self._timeout_s = timeout_s
@@ -96,13 +102,16 @@ class Endpoints:
             return not_ready().response()
         return JSONResponse({})
 
+    async def invariants(self) -> Response:
+        return invariants({"http": self._gate.outstanding(), **await self._dispatcher.outstanding()})
+
     async def health(self) -> Response:
         """This process lives; nothing is said of engines."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
         """A request could be placed now. Probes ask every second: a no is an answer, not a failure to log."""
-        if not self._dispatcher.ready():
+        if self._gate.is_closed or not self._dispatcher.ready():
             return not_ready().response()
         return JSONResponse({"status": "ready"})
 
@@ -117,8 +126,11 @@ class Endpoints:
         shape: type[Answer],
     ) -> Response:
         data = await read_body(request, max_bytes=self._max_body_bytes)
-        work = partial(self._intake.parse, data, model)
-        body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, work)
+        parsed = partial(self._intake.parse, data, model)
+        if len(data) <= SHORT_BYTES:
+            body, ignored = parsed()
+        else:
+            body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, parsed)
         self._warn(request, ignored)
         deadline = self._deadline(request, body.timeout)
 
@@ -135,7 +147,8 @@ class Endpoints:
             include_usage=body.include_usage,
             include_logprobs=include_logprobs,
         )
-        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics)
+        placed = partial(self._placed, request)
+        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics, placed)
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
@@ -178,6 +191,11 @@ class Endpoints:
             if limit.expired():
                 raise timed_out(deadline.timeout_s) from None
             raise
+
+    def _placed(self, request: Request, by: PlacedBy) -> None:
+        """Each way is named once in the answer's headers, in the order in which its choices went."""
+        self._metrics.count_placement(by)
+        request.state.placed_by[by] = None
 
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
         """In the answer's headers every time, in the log once a name."""

@@ -1,15 +1,17 @@
 """Everything that can go wrong at the door, in the one shape that OpenAI clients understand."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from shoal.actors.messages import ErrorKind, RequestError
 
 RETRY_SOON: Mapping[str, str] = MappingProxyType({"retry-after": "1"})
 TIMED_OUT = "timeout"
+STOPPING = "stopping"
 _TYPES = {500: "server_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 
@@ -44,6 +46,10 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=self.headers)
 
+    def event(self) -> bytes:
+        """The same inside of a stream that has begun."""
+        return b"data: " + to_json(self.body) + b"\n\n"
+
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
@@ -54,8 +60,13 @@ def internal_error(detail: str = "") -> ApiError:
 
 
 def overloaded() -> ApiError:
-    message = "Too many requests are open; try again soon."
-    return ApiError(503, message, code=ErrorKind.OVERLOADED, headers=RETRY_SOON)
+    """When to come again is measured, and said at the edge."""
+    return ApiError(503, "Too many requests are open; try again soon.", code=ErrorKind.OVERLOADED)
+
+
+def stopping() -> ApiError:
+    message = "The server is stopping and could not complete this request; send it again, elsewhere or soon."
+    return ApiError(503, message, code=STOPPING, headers=RETRY_SOON)
 
 
 def timed_out(timeout_s: float) -> ApiError:
@@ -79,6 +90,12 @@ def invalid_api_key() -> ApiError:
 def not_ready() -> ApiError:
     message = "No engine can take a request now; try again soon."
     return ApiError(503, message, code=ErrorKind.NO_ENGINE, headers=RETRY_SOON)
+
+
+def no_answer(processes: Sequence[str]) -> ApiError:
+    """For operators: clients are told no names."""
+    message = f"No answer from {', '.join(processes)}; try again soon."
+    return ApiError(503, message, code="no_answer", headers=RETRY_SOON)
 
 
 def context_length_exceeded(
@@ -114,6 +131,7 @@ def engine_error(error: RequestError) -> ApiError:
             message = "No engine can take this request now; try again soon."
         case ErrorKind.OVERLOADED:
             message = "Too many requests wait for an engine; try again soon."
+            return ApiError(503, message, code=error.kind, detail=error.message)
         case ErrorKind.ENGINE_LOST:
             message = "The engine that served this request is gone; it may be sent again."
     return ApiError(503, message, code=error.kind, headers=RETRY_SOON, detail=error.message)

@@ -1,17 +1,17 @@
 """The tokens of one answer: asked for at the dispatcher, and passed on as text while they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
 
-from shoal.actors.ingress.dispatch import Dispatcher
+from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import internal_error, timed_out
 from shoal.actors.ingress.logprobs import ScoredToken
-from shoal.actors.ingress.metrics import Metrics, TokenTimer
+from shoal.actors.ingress.metrics import ChoiceMeter, Metrics
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import CachedTokens
+from shoal.actors.messages import CachedTokens, TokenChunk
 
 KEEP_ALIVE_S = 15.0
 
@@ -33,20 +33,32 @@ class Deadline:
 
 
 async def text_deltas(
-    dispatcher: Dispatcher, choices: Sequence[Transcript], deadline: Deadline, metrics: Metrics
+    dispatcher: Dispatcher,
+    choices: Sequence[Transcript],
+    deadline: Deadline,
+    metrics: Metrics,
+    placed: Callable[[PlacedBy], None],
 ) -> AsyncGenerator[tuple[int, TextDelta] | None, None]:
     """Deltas of all the choices as they come, each with its choice's index; None after a while of silence.
 
     The last delta of a choice has the reason to finish; its request has left the dispatcher by then: a slow
     client must not keep an engine busy with an answer that a stop string has ended. Close the generator to
     abort what has not finished. If one choice fails so do the others: raises ApiError, also at the deadline.
+    `placed` hears of each placement of any of them.
     """
     inbox: Inbox = asyncio.Queue()
     watch = _Watch(inbox, deadline)
-    timers = [TokenTimer(metrics, deadline.arrived) for _ in choices]
     listeners = [
-        asyncio.create_task(_listen(dispatcher, index, choice, timer, inbox))
-        for index, (choice, timer) in enumerate(zip(choices, timers, strict=True))
+        asyncio.create_task(
+            _listen(
+                dispatcher.open(choice.asked.request, choice.asked.block_keys, placed),
+                index,
+                choice,
+                ChoiceMeter(metrics, deadline.arrived),
+                inbox,
+            )
+        )
+        for index, choice in enumerate(choices)
     ]
     unfinished = len(listeners)
     try:
@@ -101,14 +113,20 @@ class _Watch:
 
 
 async def _listen(
-    dispatcher: Dispatcher, index: int, transcript: Transcript, timer: TokenTimer, inbox: Inbox
+    opened: AbstractAsyncContextManager[AsyncIterator[TokenChunk]],
+    index: int,
+    transcript: Transcript,
+    meter: ChoiceMeter,
+    inbox: Inbox,
 ) -> None:
     """Ends with a delta that has a finish_reason, or with an error."""
-    request, now = transcript.asked.request, asyncio.get_running_loop().time
+    now = asyncio.get_running_loop().time
     try:
-        async with dispatcher.open(request, transcript.asked.block_keys) as chunks:
+        async with opened as chunks:
             async for chunk in chunks:
-                timer.saw(len(chunk.token_ids), now())
+                meter.saw(len(chunk.token_ids), now())
+                if transcript.has_begun and chunk.cached_tokens is not None:
+                    meter.went_on(transcript.usage.total_tokens - chunk.cached_tokens.total)
                 delta = transcript.feed(chunk)
                 if delta.finish_reason is not None:
                     break

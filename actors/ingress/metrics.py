@@ -14,6 +14,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.messages import CachedTokens
 
@@ -49,6 +50,24 @@ class Metrics:
         )
         self._finished = Counter(
             "shoal_choices_finished", "Answers that were complete, by reason.", ["reason"], registry=registry
+        )
+        self._blind_placements = Counter(
+            "shoal_blind_placements",
+            "Placements that may have overlooked a prefix, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        for by in filter(lambda by: by.is_blind, PlacedBy):
+            self._blind_placements.labels(by.value)
+        self._continuations = Counter(
+            "shoal_continuations",
+            "Answers that had begun and went on on another engine, each time.",
+            registry=registry,
+        )
+        self._recomputed_tokens = Counter(
+            "shoal_recomputed_tokens",
+            "Of prompt and answer, what was computed again when one went on.",
+            registry=registry,
         )
         self._prompt_tokens = Counter(
             "shoal_prompt_tokens",
@@ -92,6 +111,14 @@ class Metrics:
     def count_finished(self, reason: Finish) -> None:
         self._finished.labels(reason).inc()
 
+    def count_placement(self, by: PlacedBy) -> None:
+        if by.is_blind:
+            self._blind_placements.labels(by.value).inc()
+
+    def count_continuation(self, num_recomputed_tokens: int) -> None:
+        self._continuations.inc()
+        self._recomputed_tokens.inc(num_recomputed_tokens)
+
     def count_tokens(self, usage: Usage) -> None:
         self._prompt_tokens.inc(usage.prompt_tokens)
         for place in PLACES:
@@ -99,8 +126,8 @@ class Metrics:
         self._completion_tokens.inc(usage.completion_tokens)
 
 
-class TokenTimer:
-    """Of one choice."""
+class ChoiceMeter:
+    """What is timed and counted of one choice while it is answered."""
 
     def __init__(self, metrics: Metrics, arrived: float) -> None:
         self._metrics = metrics
@@ -116,3 +143,7 @@ class TokenTimer:
             self._metrics.next_token.observe((now - self._last) / num_tokens)
         self._is_first = False
         self._last = now
+
+    def went_on(self, num_computed_tokens: int) -> None:
+        """Another engine has taken it up; of prompt and answer it had to compute so many again."""
+        self._metrics.count_continuation(num_computed_tokens)

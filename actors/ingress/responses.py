@@ -5,11 +5,9 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shoal.actors.ingress.answers import event
 from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
 
@@ -70,7 +68,7 @@ class EventStream(Response):
             except Exception as error:
                 report_failure(scope, error)
                 failure = error if isinstance(error, ApiError) else internal_error()
-                await _send_events(send, event(to_json(failure.body)))
+                await _send_events(send, failure.event())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -40,18 +40,19 @@ class Transcript:
         self._prompt = None if asked.echo is None else _EchoedPrompt(asked, asked.echo, table)
         self._num_chars = len(asked.echo or "")
         self._num_tokens = 0
-        self._cached_tokens = CachedTokens()
+        self._cached_tokens: CachedTokens | None = None
         self.has_begun = False
         """An engine has drawn a token: its prompt is computed, or was cached."""
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, self._cached_tokens)
+        cached_tokens = self._cached_tokens or CachedTokens()
+        return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, cached_tokens)
 
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""
         self.has_begun |= bool(chunk.token_ids)
-        self._cached_tokens = chunk.cached_tokens or self._cached_tokens
+        self._cached_tokens = self._cached_tokens or chunk.cached_tokens  # the first attempt's
         texts: list[str] = []
         tokens: list[ScoredToken] = []
         if self._prompt is not None:

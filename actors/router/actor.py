@@ -34,6 +34,7 @@ class RouterActor:
             self._members, block_size=block_size, clock=time.monotonic, policy=routing_policy(policy)
         )
         self._actors: dict[Holder, Any] = {}
+        self._fingerprints: dict[EngineId, bytes] = {}
         self._asking: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
 
@@ -42,9 +43,7 @@ class RouterActor:
 
     async def start(self) -> None:
         """Ready as soon as it answers."""
-        if (
-            self._publishing is None
-        ):  # whoever asks again, as a restarted supervisor does, starts nothing twice
+        if self._publishing is None:  # a restarted supervisor asks again
             self._publishing = asyncio.create_task(self._publish_metrics())
 
     async def ping(self) -> None:
@@ -55,7 +54,13 @@ class RouterActor:
         placed = self._placer.place(request)
         if placed is None:
             return None
-        return PlacementReply(engine_id=placed.engine_id, sources=placed.sources)
+        return PlacementReply(
+            engine_id=placed.engine_id,
+            sources=placed.sources,
+            hit_tokens=placed.expected_hit_tokens,
+            is_up_to_date=self._members.is_up_to_date,
+            fingerprint=self._fingerprints[placed.engine_id],
+        )
 
     async def report(self, report: EngineReport) -> None:
         self._members.report(report)
@@ -70,6 +75,7 @@ class RouterActor:
     ) -> None:
         """Exactly these, each with its actor, may be placed on and fetched from."""
         self._actors = {info.engine_id: actor for info, actor in engines}
+        self._fingerprints = {info.engine_id: info.fingerprint for info, _ in engines}
         self._actors |= {info.store_id: actor for info, actor in stores}
         self._members.set_engines(info for info, _ in engines)
         self._members.set_stores(info for info, _ in stores)

@@ -11,6 +11,7 @@ from rich.console import Console
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.bench.contender import Dtype, PeerError, PeerName
+from shoal.cluster.bench.rust_routers import RouterName
 from shoal.cluster.bench.serve.arrivals import ArrivalName
 from shoal.cluster.bench.serve.dialogue import Endpoint
 from shoal.cluster.bench.serve.workload import Lengths, PromptFormat, WorkloadConfig, WorkloadName
@@ -137,6 +138,49 @@ def reuse(
             measured = measure(nodes, prefix_tokens, block_size=block_size, rounds=rounds, console=console)
     about = {"model": checkpoint.name, "threads": config.threads, "prompt_tokens": prompt_tokens}
     report(measured, about, json_file, console)
+
+
+@app.command()
+def overhead(
+    model: Annotated[
+        str | None, typer.Argument(help="Whose tokenizer is used; as for `shoal serve`.")
+    ] = None,
+    *,
+    vs: Annotated[
+        list[RouterName] | None, typer.Option(help="Another router, in front of an equal server.")
+    ] = None,
+    peer_python: Annotated[
+        Path | None, typer.Option(help="The interpreter of an environment that has those routers.")
+    ] = None,
+    engines: Annotated[int, typer.Option(min=1, help="Of ours, that answer at once.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="The best of each server's counts.")] = 3,
+    requests: Annotated[int, typer.Option(help="Of one client, one after the other, in a round.")] = 300,
+    concurrency: Annotated[int, typer.Option(help="Clients at once, for the requests a second.")] = 32,
+    requests_at_once: Annotated[int, typer.Option(help="Of all of these in a round.")] = 1500,
+    input_len: Annotated[int, typer.Option(help="Words of a prompt, about as many tokens.")] = 128,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+) -> None:
+    """What front door, router and Ray add to an engine that answers at once."""
+    from shoal.cluster.bench import overhead_servers, rust_routers  # noqa: PLC0415  (Ray takes a second)
+    from shoal.cluster.bench.overhead import OverheadError, Plan, measure, report  # noqa: PLC0415
+    from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
+
+    console = Console()
+    names = list(dict.fromkeys(vs or []))
+    with one_line_errors(ModelSourceError, PeerError, OverheadError):
+        _check_writable(json_file)
+        rust_routers.check(names, peer_python)
+        plan = Plan(
+            rounds=rounds,
+            requests=requests,
+            concurrency=concurrency,
+            requests_at_once=requests_at_once,
+            input_len=input_len,
+        )
+        checkpoint = resolve_model(model)
+        with overhead_servers.started(checkpoint, engines, names, peer_python) as servers:
+            rows = measure(servers, checkpoint.name, plan, console)
+    report(rows, plan, json_file, console)
 
 
 @app.command()

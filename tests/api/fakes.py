@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.messages import (
     CachedTokens,
     EngineRequest,
@@ -15,6 +16,7 @@ from shoal.actors.messages import (
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Script:
     """Says the tokens and then nothing more."""
     raises: Exception | None = None
     """A breach of the dispatcher's contract."""
+    placed_by: tuple[PlacedBy, ...] = (PlacedBy.LOAD,)
+    """One for each attempt. All of them are made at once, which is sooner than real ones are."""
     waits_for: int = 0
     """Says its first token when so many requests are open, and each further one when all have got as far."""
 
@@ -67,6 +71,7 @@ class FakeDispatcher:
         """For certain prompts."""
         self.is_ready = True
         self.resets = True
+        self.processes: dict[str, Outstanding | None] = {}
         self.opened: list[EngineRequest] = []
         self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
@@ -80,11 +85,19 @@ class FakeDispatcher:
     async def reset_prefix_cache(self) -> bool:
         return self.resets
 
+    async def outstanding(self) -> Mapping[str, Outstanding | None]:
+        return self.processes
+
     @asynccontextmanager
     async def open(
-        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+        self,
+        request: EngineRequest,
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         self.opened.append(request)
+        for by in self.script.placed_by:
+            placed(by)
         self.block_keys.append(block_keys)
         try:
             yield self._speak(request, self.scripts.get(request.prompt_token_ids, self.script))
@@ -99,11 +112,11 @@ class FakeDispatcher:
         *pieces, last = _cut(script.token_ids[: request.max_tokens], script.chunk_size)
         for index, piece in enumerate(pieces):
             await self._wait(script, index)
-            yield _chunk(request, piece, cached=script.cached)
+            yield _chunk(request, piece, cached=None if index else script.cached)
         await self._wait(script, len(pieces))
         if script.ends_well:
             self.finished.append(request)
-            yield _chunk(request, last, script.finish_reason, cached=script.cached)
+            yield _chunk(request, last, script.finish_reason, cached=None if pieces else script.cached)
             return
         if last:
             yield _chunk(request, last)

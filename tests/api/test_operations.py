@@ -14,6 +14,7 @@ from starlette.types import Message
 
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.edge import LAST_WORDS_S
+from shoal.actors.ingress.gate import GateConfig
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
 from tests.api.fakes import FakeDispatcher, Script
@@ -107,7 +108,7 @@ def test_a_silent_engine_does_not_disturb_a_whole_answer(door: Door) -> None:
 def test_beyond_its_limit_the_door_is_closed_for_requests_and_open_for_probes(
     card: ModelCard, codec: TextCodec
 ) -> None:
-    door = Door(card, codec, max_open_requests=2)
+    door = Door(card, codec, limits=GateConfig(max_requests=2))
     door.dispatcher.script = Script(hangs=True)
 
     async def scenario() -> tuple[httpx.Response, httpx.Response]:

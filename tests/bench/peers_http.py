@@ -12,21 +12,19 @@ import argparse
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import ray
 
 from shoal.cluster.bench.contender import PeerError, PeerName
 from shoal.cluster.bench.gguf_weights import cached_gguf
 from shoal.cluster.bench.llama_cpp_peer import find_program
+from shoal.cluster.bench.server_process import free_port, running
 from shoal.cluster.bench.vllm_peer import check_vllm, environment
 from tests.bench.front_door import bench_serve
 from tests.checkpoints import smollm2
@@ -59,36 +57,6 @@ SERVERS = {PeerName.LLAMA_CPP: llama_server, PeerName.VLLM: vllm_server}
 
 
 @contextmanager
-def running(name: str, command: list[str], env: Mapping[str, str], url: str) -> Iterator[str]:
-    """A server in a process group of its own; yields its URL when it answers."""
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-        def answers() -> bool:
-            if process.poll() is not None:
-                log.seek(0)
-                sys.exit(f"{name} ended: {log.read().decode(errors='replace')[-2000:]}")
-            with suppress(httpx.TransportError):
-                return httpx.get(f"{url}/health", timeout=5).status_code == 200
-            return False
-
-        try:
-            wait_for(answers, f"{name} is ready", within_s=START_DEADLINE_S)
-            yield url
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-@contextmanager
 def our_cluster(checkpoint: Path, args: argparse.Namespace) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
         ray.init(
@@ -116,12 +84,6 @@ def our_cluster(checkpoint: Path, args: argparse.Namespace) -> Iterator[str]:
                 yield served.url
         finally:
             ray.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def load(url: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -195,17 +157,20 @@ def main() -> None:
     args = arguments()
     checkpoint = smollm2()
     try:
-        commands = {}
-        for name in map(PeerName, dict.fromkeys(args.vs)):
-            port = free_port()
-            commands[name] = (*SERVERS[name](checkpoint, port, args), f"http://127.0.0.1:{port}")
+        with ExitStack() as stack:
+            servers = []
+            for name in map(PeerName, dict.fromkeys(args.vs)):  # all are known before one is started
+                port = free_port()
+                servers.append(
+                    (name.value, f"http://127.0.0.1:{port}", SERVERS[name](checkpoint, port, args))
+                )
+            urls = {"shoal": stack.enter_context(our_cluster(checkpoint, args))}
+            for peer, url, (command, env) in servers:
+                server = running(peer, command, url, env=env, within_s=START_DEADLINE_S)
+                urls[peer] = stack.enter_context(server)
+            rows = measure(urls, args)
     except PeerError as error:
         sys.exit(f"error: {error}")
-    with ExitStack() as stack:
-        urls = {"shoal": stack.enter_context(our_cluster(checkpoint, args))}
-        for name, command in commands.items():
-            urls[name.value] = stack.enter_context(running(name.value, *command))
-        rows = measure(urls, args)
     result = {"rows": rows, "ratios": ratios(rows)}
     print(json.dumps(result["ratios"]))
     if args.json is not None:

@@ -1,9 +1,11 @@
 """`shoal serve` as a child process, and a look at its actors from outside."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +20,32 @@ import ray
 from openai import OpenAI
 from ray.util import list_named_actors
 
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token under the home folder
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
 ROOT = Path(__file__).parents[2]
 READY_DEADLINE_S = 120.0
+
+
+@contextmanager
+def private_ray() -> Iterator[str]:
+    """A Ray of one node that ends with the block; yields its address."""
+    os.environ["PYTHONPATH"] = str(ROOT / ".src")  # for Ray's workers, where shoal is not installed
+    directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        object_store_memory=200 << 20,
+        log_to_driver=False,
+        _temp_dir=directory,
+    )
+    try:
+        yield ray.get_runtime_context().gcs_address
+    finally:
+        ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def wait_for(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:

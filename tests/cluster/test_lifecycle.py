@@ -2,6 +2,7 @@
 
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,19 @@ def test_a_signal_ends_everything(ray_address: str, checkpoint: Path, number: si
         assert cluster.stop(number) == 0, cluster.output
         assert cluster.names() == set()
         assert "Traceback" not in cluster.output
+
+
+def test_a_request_that_runs_when_everything_ends_is_answered(ray_address: str, checkpoint: Path) -> None:
+    with Served.start(checkpoint, ray_address, "--kv-store-memory", "0") as cluster:
+        cluster.wait_until_ready()
+        body = {"prompt": ["the quick brown fox"] * 100, "max_tokens": 4000, "ignore_eos": True}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(httpx.post, f"{cluster.url}/v1/completions", json=body, timeout=60)
+            wait_for(lambda: cluster.num_requests() == 100, "its prompts wait and run")
+            assert cluster.stop() == 0, cluster.output
+            response = asked.result()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "stopping"
 
 
 def test_a_driver_that_is_killed_takes_its_cluster_along(ray_address: str, checkpoint: Path) -> None:

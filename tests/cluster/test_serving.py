@@ -4,6 +4,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -151,3 +152,24 @@ def test_more_than_ray_has_is_refused(
     with Served.start(checkpoint, ray_address, flag, value) as cluster:
         assert cluster.process.wait(timeout=60) == 1
         assert f"error: {message}" in cluster.output
+
+
+def test_everything_is_returned_when_nobody_asks(served: Served) -> None:
+    def invariants() -> dict[str, dict[str, Any]]:
+        response = httpx.get(f"{served.url}/debug/invariants", timeout=30)
+        assert response.status_code == 200
+        said: dict[str, dict[str, Any]] = response.json()
+        return said
+
+    wait_for(lambda: invariants()["clean"], "all is returned")
+    assert {"http", *served.engine_names()} < invariants()["processes"].keys()
+    body = {"prompt": PROMPT, "max_tokens": 3500, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        during = invariants()
+    assert not during["clean"]
+    held = [entry["outstanding"] for entry in during["processes"].values()]
+    assert sum(counts.get("blocks", 0) for counts in held) > 0
+    assert sum(counts.get("inboxes", 0) for counts in held) == 1
+    wait_for(lambda: invariants()["clean"], "all is returned again", within_s=2.0)

@@ -267,6 +267,30 @@ def test_a_store_killed_between_its_answer_and_the_bytes(
     assert reader.fallbacks() == {"store_lost": 1}
 
 
+@pytest.mark.parametrize("where", ["store", "bytes"])
+def test_a_request_given_up_while_its_prefix_is_fetched_leaves_nothing_behind(
+    nodes: Nodes, reader: Process, writer: Process, where: str
+) -> None:
+    """As at its deadline, or when its client goes: before the store answers, or before the bytes came."""
+    store, a = nodes.store(f"left at the {where}"), next(prompts)
+    writer.use(store, own=True)
+    reader.use(store, own=False)
+    writer.save(a)
+    asked = request(f"left at the {where}", tokens(a), store.sources(NUM_BLOCKS))
+    hold, is_held, let_go = {
+        "store": (store.actor.hold, store.actor.is_held, store.actor.let_go),
+        "bytes": (reader.actor.hold_transfer, reader.actor.transfer_is_held, reader.actor.let_transfer_go),
+    }[where]
+    point = ("read",) if where == "store" else ()
+    get(hold.remote(*point))
+    get(reader.actor.submit.remote(IngressId("left"), asked))
+    get(is_held.remote(*point))
+    get(reader.actor.abort.remote(asked.request_id, asked.attempt, None))
+    get(let_go.remote(*point))
+    reader.is_drained()
+    store.is_left_alone()
+
+
 def test_an_engine_killed_while_it_is_saved_from_and_while_its_prefix_is_fetched(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:

@@ -130,18 +130,11 @@ class WatchedEngine(EngineActor):
 
     def _held(self, engine: Engine) -> dict[str, int]:
         engine.check()
-        pools, link = self._built.scheduler._pools, self._link
+        saves = self._built.scheduler._saves
         counts = {
-            "blocks": pools.blocks.num_usable - pools.num_available,
-            "segments": pools.segments.num_usable - pools.num_available_segments,
-            "rows": pools.rows.num_usable - pools.rows.num_free,
-            "slots": pools.slots.num_usable - pools.slots.num_free if pools.slots else 0,
-            "fetches": self._built.scheduler.num_fetches,
-            "reads": len(link.fetcher._in_flight) + len(link.fetcher._queue),
-            "copies": int(link.saver._is_copying),
-            "staged": link.staging.used_bytes,
-            "wanted in the store": len(self._built.scheduler._saves._wanted) if link.saver.has_store else 0,
-            "requests": engine.num_requests,
+            **engine.outstanding(),
+            **self._link.outstanding(),
+            "wanted in the store": len(saves._wanted) if self._link.saver.has_store else 0,
         }
         return {name: count for name, count in counts.items() if count}
 
@@ -187,9 +180,9 @@ class HeldStore(StoreActor):
 
     async def held(self) -> dict[str, int]:
         """Leases, and extents that are coming; empty if there are none."""
-        self._store.check()
-        counts = {"leases": len(self._store._leases), "coming": len(self._store._coming)}
-        return {name: count for name, count in counts.items() if count}
+        outstanding = await self.outstanding()
+        assert not outstanding.broken, outstanding
+        return {name: count for name, count in outstanding.counts.items() if count}
 
     async def pid(self) -> int:
         return os.getpid()

@@ -55,6 +55,7 @@ class Bench:
     max_num_batched_tokens: int = 16
     max_model_len: int = 300
     max_queued_requests: int = 1000
+    max_queued_tokens: int = 100_000
     cache: PrefixCacheName = "radix"
     fingerprint: bytes = b""
     view: StoreView | None = None
@@ -65,6 +66,8 @@ class Bench:
     cached_by_place: dict[str, CachedTokens] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
     errors: dict[str, RequestError] = field(default_factory=dict)
+    begun: set[tuple[str, int]] = field(default_factory=set)
+    """Attempts that have drawn a token."""
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(
@@ -72,6 +75,7 @@ class Bench:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             max_queued_requests=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
             vocab_size=VOCABULARY,
         )
         state = None
@@ -145,6 +149,7 @@ class Bench:
     def drained(self) -> bool:
         """Nothing is owned but by the prefix cache, and nothing at all once that is reset."""
         self.pools.check([])
+        assert not any(self.engine.outstanding().values()), self.engine.outstanding()
         self.engine.reset_prefix_cache()
         self.pools.check([])
         pools = (self.pools.blocks, self.pools.rows, self.pools.slots, self.pools.segments)
@@ -154,8 +159,10 @@ class Bench:
         for reply in replies:
             name = reply.chunk.request_id
             assert name not in self.finished, "nothing follows the last chunk"
-            if reply.chunk.token_ids and not self.tokens[name]:
+            attempt = (name, reply.chunk.attempt)
+            if reply.chunk.token_ids and attempt not in self.begun:
                 assert reply.chunk.cached_tokens is not None
+                self.begun.add(attempt)
                 self.cached[name] = reply.chunk.cached_tokens.total
                 self.cached_by_place[name] = reply.chunk.cached_tokens
             else:

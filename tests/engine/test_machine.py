@@ -4,7 +4,7 @@ import gc
 import random
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import given, settings
@@ -100,6 +100,8 @@ class Watched:
     written_by: dict[BlockId, str] = field(default_factory=dict)
     """The salt whose rows a block has."""
     salt_of: dict[BlockKey, str] = field(default_factory=dict)
+    salts: list[str] = field(default_factory=list)
+    """Of sequences, in the order of their ids."""
     num_plans: int = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> None:
@@ -107,12 +109,30 @@ class Watched:
         self.requests[request.request_id] = request
         salt = request.cache_salt
         self.salt_of |= dict.fromkeys(self.bench.keys([*prompt, *expected(request)], salt), salt)
+        self._submit(request)
+
+    def _submit(self, request: EngineRequest) -> None:
+        self.salts.append(request.cache_salt)
         self.bench.submit(request)
 
     def abort(self, name: str) -> None:
         if name not in self.bench.finished:
             self.aborted.add(name)
-        self.bench.engine.abort(RequestId(name), 1)
+        self.bench.engine.abort(RequestId(name), self.requests[name].attempt)
+
+    def go_on(self, name: str) -> None:
+        """As if another engine had begun the request and was lost."""
+        if name in self.bench.finished or name in self.aborted:
+            return
+        request = self.requests[name]
+        self.bench.engine.abort(RequestId(name), request.attempt)
+        request = self.requests[name] = replace(
+            request,
+            attempt=request.attempt + 1,
+            output_token_ids=tuple(self.bench.tokens[name]),
+            num_prompt_logprobs=len(self.bench.prompt_logprobs[name]),
+        )
+        self._submit(request)
 
     def check(self, name: str) -> None:
         """What a request has received so far is right."""
@@ -129,7 +149,7 @@ class Watched:
         """Nobody reads what another salt has written."""
         plans = self.bench.runner.plans[self.num_plans :]
         for step in (step for plan in plans for step in plan.sequences):
-            salt = self.requests[str(step.sequence_id)].cache_salt
+            salt = self.salts[step.sequence_id - 1]
             first = max(step.start, step.store_from) // self.bench.block_size
             end = -(-step.end // self.bench.block_size)
             assert all(self.written_by[block] == salt for block in step.block_table[:first])
@@ -264,6 +284,11 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.watched.abort(data.draw(st.sampled_from(sorted(self.watched.requests))))
 
+    @precondition(lambda self: self.watched.requests)
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        self.watched.go_on(data.draw(st.sampled_from(sorted(self.watched.requests))))
+
     @precondition(lambda self: self.bench.engine.prefix_keys())
     @rule(really=st.sampled_from([False, False, True]))
     def reset_prefix_cache(self, really: bool) -> None:
@@ -324,6 +349,8 @@ def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like()
             )
         if choose.random() < 0.1:
             watched.abort(str(choose.randrange(max(1, len(watched.requests) - 20), len(watched.requests))))
+        if choose.random() < 0.05:
+            watched.go_on(str(choose.randrange(max(1, len(watched.requests) - 20), len(watched.requests))))
         if choose.random() < 0.005:
             bench.engine.reset_prefix_cache()
         if choose.random() < 0.01:
@@ -353,6 +380,7 @@ def test_81_memory_does_not_grow_with_the_number_of_requests() -> None:
                     bench.advance()
                 for received in (
                     bench.tokens,
+                    bench.begun,
                     bench.prompt_logprobs,
                     bench.cached,
                     bench.cached_by_place,

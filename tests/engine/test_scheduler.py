@@ -142,6 +142,24 @@ def test_45_preemption_always_makes_progress() -> None:
     assert bench.tokens["prompt"] == generate(list(range(20)), 8)
 
 
+def test_case_49_a_preempted_request_is_not_starved_by_later_ones_of_its_priority() -> None:
+    bench = Bench(num_blocks=7)
+    bench.submit(a_request("first", [1, 2, 3], max_tokens=16))
+    bench.submit(a_request("preempted", [4, 5, 6], max_tokens=12))
+    while not bench.scheduler.num_preemptions:
+        bench.step()
+    bench.step()  # the step in flight may have drawn one more token for it
+    num_drawn = len(bench.tokens["preempted"])
+    bench.submit(a_request("later", [7], max_tokens=1))
+    while len(bench.tokens["preempted"]) == num_drawn:
+        assert "later" not in bench.finished, "it would fit at any time"
+        bench.step()
+    bench.finish()
+    assert bench.tokens["preempted"] == generate([4, 5, 6], 12)
+    assert bench.tokens["later"] == generate([7], 1)
+    assert bench.drained()
+
+
 def test_an_abort_frees_everything_wherever_the_request_is() -> None:
     bench = Bench(num_blocks=6, max_num_batched_tokens=8)
     bench.submit(a_request("running", list(range(12))))
@@ -152,6 +170,51 @@ def test_an_abort_frees_everything_wherever_the_request_is() -> None:
         bench.engine.check()
     assert bench.step() == []
     assert bench.drained()
+
+
+def test_a_queue_of_tokens_has_an_end_but_for_one_that_waits_alone() -> None:
+    bench = Bench(max_num_seqs=1, max_queued_tokens=20)
+    bench.submit(a_request("runs", [1, 2]))
+    bench.step()
+    bench.submit(a_request("alone", [1] * 40))
+    bench.submit(a_request("beside it", [1]))
+    assert bench.errors["beside it"].kind is ErrorKind.OVERLOADED
+    assert "40 tokens wait" in bench.errors["beside it"].message
+    bench.engine.abort(RequestId("alone"), 1)
+    for name in ("eleven", "nine"):
+        bench.submit(a_request(name, [1] * {"eleven": 11, "nine": 9}[name]))
+    bench.submit(a_request("one more", [1]))
+    assert list(bench.errors) == ["beside it", "one more"]
+    bench.finish()
+    assert {"runs", "eleven", "nine"} <= bench.finished.keys()
+    assert bench.drained()
+
+
+def test_an_answer_that_has_begun_elsewhere_is_let_in_where_others_are_not() -> None:
+    bench = Bench(max_num_seqs=1, max_queued_requests=0)
+    bench.submit(a_request("runs", [1, 2]))
+    bench.submit(a_request("new", [3]))
+    drawn = generate([4], 2)
+    bench.submit(a_request("goes on", [4], max_tokens=4, output_token_ids=tuple(drawn)))
+    assert list(bench.errors) == ["new"]
+    bench.finish()
+    assert drawn + bench.tokens["goes on"] == generate([4], 4)
+
+
+def test_what_is_outstanding_is_named() -> None:
+    bench = Bench(num_slots=3)
+    bench.submit(a_request("a", list(range(9))))
+    bench.step()
+    nothing = dict.fromkeys(bench.engine.outstanding(), 0)
+    assert bench.engine.outstanding() == nothing | {
+        "requests": 1,
+        "blocks": 3,
+        "rows": 1,
+        "slots": 1,
+        "steps": 1,
+    }
+    bench.finish()
+    assert bench.engine.outstanding() == nothing, "what only the prefix cache holds has been returned"
 
 
 def test_an_abort_of_another_attempt_is_not_ours() -> None:

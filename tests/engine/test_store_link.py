@@ -95,7 +95,7 @@ class Linked:
                 self.bench.step()
             self._turn(wait=engine.has_work and not engine.can_step)
         engine.step()
-        while self.link.saver._is_copying or self.link.staging.used_bytes:
+        while self.link.saver.is_copying or self.link.staging.used_bytes:
             self._turn(wait=True)
         engine.check()
 

@@ -1,19 +1,21 @@
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from shoal.actors.ingress.detokenizer import TokenBytes
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation import KEEP_ALIVE_S, Deadline, text_deltas
 from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import EngineRequest, FinishReason, RequestId, TokenChunk
+from shoal.actors.messages import CachedTokens, EngineRequest, FinishReason, RequestId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.outstanding import Outstanding
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
 
@@ -49,7 +51,10 @@ class Recorded:
 
     @asynccontextmanager
     async def open(
-        self, request: EngineRequest, block_keys: tuple[BlockKey, ...]
+        self,
+        request: EngineRequest,
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         [prompt] = request.prompt_token_ids
         self.open_prompts.add(prompt)
@@ -70,6 +75,9 @@ class Recorded:
     async def reset_prefix_cache(self) -> bool:
         return True
 
+    async def outstanding(self) -> dict[str, Outstanding | None]:
+        return {}
+
 
 Heard = list[tuple[int, TextDelta] | None]
 
@@ -83,6 +91,7 @@ class Listening:
         self.heard: Heard = []
         self.open_prompts: list[set[int]] = []
         self.times: list[float] = []
+        self.metrics = Metrics()
 
     def listen(self, *, at_most: int = 99, timeout_s: float = 600.0) -> "Listening":
         run_in_virtual_time(self._listen(at_most, timeout_s))
@@ -96,7 +105,8 @@ class Listening:
             Transcript(Asked(request=replace(REQUEST, prompt_token_ids=(i,)), stop=self.stops), TABLE)
             for i in range(len(self.dispatcher.speeches))
         ]
-        async with aclosing(text_deltas(self.dispatcher, choices, deadline, Metrics())) as deltas:
+        deltas = text_deltas(self.dispatcher, choices, deadline, self.metrics, lambda _: None)
+        async with aclosing(deltas):
             async for delta in deltas:
                 self.heard.append(delta)
                 self.open_prompts.append(set(self.dispatcher.open_prompts))
@@ -118,6 +128,18 @@ def test_the_request_is_closed_before_its_last_words_are_passed_on() -> None:
 def test_a_reader_that_stops_early_closes_the_request() -> None:
     dispatcher = Recorded([chunk("alpha"), chunk(" beta")])
     assert Listening(dispatcher).listen(at_most=1).heard == [(0, TextDelta(text="alpha"))]
+
+
+def test_an_answer_that_went_on_elsewhere_is_counted_with_what_was_computed_again() -> None:
+    def begins(text: str, cached: int, attempt: int) -> TokenChunk:
+        return replace(chunk(text, attempt=attempt), cached_tokens=CachedTokens(device=cached))
+
+    first, second = begins("alpha", 0, 1), begins(" beta", 2, 3)
+    listening = Listening(Recorded([first, second, chunk("", FinishReason.LENGTH)])).listen()
+    exposition = listening.metrics.exposition().decode()
+    assert "shoal_continuations_total 1.0" in exposition
+    computed = 1 + len(first.token_ids) - 2
+    assert f"shoal_recomputed_tokens_total {float(computed)}" in exposition
 
 
 def test_a_stream_must_say_why_it_ends() -> None:

@@ -1,14 +1,15 @@
 """The dispatcher over fake actors: what it asks of them, and what it makes of their failures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     EngineId,
@@ -16,130 +17,43 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
-    PlacementReply,
-    PlacementRequest,
     PrefixSource,
-    RequestError,
     RequestId,
-    TokenBatch,
     TokenChunk,
-    TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.outstanding import Outstanding
+from tests.ingress.fake_actors import NOTHING, FakeEngine, FakeRouter, FakeStore, Never, Ref
+from tests.ingress.virtual_time import run_in_virtual_time
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
+BLOCK_SIZE = 2
 KEYS = (BlockKey(b"first block"),)
 REQUEST = EngineRequest(
     request_id=RequestId("r"),
     attempt=1,
-    prompt_token_ids=(1, 2),
+    prompt_token_ids=(1, 2, 3),
     max_tokens=9,
     stop_token_ids=frozenset(),
 )
 
 
-class Ref:
-    """A Ray object reference: awaitable, and a future."""
-
-    def __init__(self, outcome: object) -> None:
-        self._outcome = outcome
-
-    def future(self) -> Future[Any]:
-        future: Future[Any] = Future()
-        if isinstance(self._outcome, Exception):
-            future.set_exception(self._outcome)
-        else:
-            future.set_result(self._outcome)
-        return future
-
-    def __await__(self) -> Any:
-        return asyncio.wrap_future(self.future()).__await__()
-
-
-@dataclass
-class Method:
-    call: Callable[..., object]
-
-    def remote(self, *args: object) -> Any:
-        return self.call(*args)
-
-
-@dataclass
-class FakeEngine:
-    submitted: list[EngineRequest] = field(default_factory=list)
-    aborted: list[tuple[object, ...]] = field(default_factory=list)
-    num_streams: int = 0
-    submit_error: Exception | None = None
-    reset_error: Exception | None = None
-    num_resets: int = 0
-    answer: list[TokenBatch | Exception] = field(default_factory=list)
-    """What its stream brings once a request is submitted."""
-    outbox: asyncio.Queue[TokenBatch | Exception] = field(default_factory=asyncio.Queue)
-
-    def __post_init__(self) -> None:
-        self.stream = Method(self._stream)
-        self.submit = Method(self._submit)
-        self.abort = Method(lambda *args: self.aborted.append(args))
-        self.reset_prefix_cache = Method(self._reset)
-
-    async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
-        self.num_streams += 1
-        while True:
-            item = await self.outbox.get()
-            if isinstance(item, Exception):
-                raise item
-            yield Ref(item)
-
-    def _submit(self, ingress_id: IngressId, request: EngineRequest) -> Ref:
-        self.submitted.append(request)
-        for item in self.answer:
-            self.outbox.put_nowait(item)
-        return Ref(self.submit_error)
-
-    def _reset(self) -> Ref:
-        self.num_resets += 1
-        return Ref(self.reset_error)
-
-    def say(self, *tokens: int, end: FinishReason | None = None, attempt: int = 1) -> None:
-        chunk = TokenChunk(request_id=RequestId("r"), attempt=attempt, token_ids=tokens, finish_reason=end)
-        self.answer.append(TokenBatch(chunks=(chunk,)))
-
-    def fail(self, kind: ErrorKind, attempt: int = 1) -> None:
-        chunk = TokenChunk(
-            request_id=RequestId("r"),
-            attempt=attempt,
-            finish_reason=FinishReason.ERROR,
-            error=RequestError(kind=kind, message="of no use"),
-        )
-        self.answer.append(TokenBatch(chunks=(chunk,)))
-
-
-class FakeRouter:
-    """Places on the first engine that is not excluded."""
-
-    def __init__(self, *engines: EngineId) -> None:
-        self.place = Method(self._place)
-        self.ping = Method(lambda: Ref(self.error))
-        self.error: Exception | None = None
-        self.asked: list[PlacementRequest] = []
-        self.sources: tuple[PrefixSource, ...] = ()
-        self._engines = engines
-
-    def _place(self, request: PlacementRequest) -> Ref:
-        self.asked.append(request)
-        if self.error is not None:
-            return Ref(self.error)
-        left = [engine for engine in self._engines if engine not in request.exclude]
-        return Ref(PlacementReply(engine_id=left[0], sources=self.sources) if left else None)
-
-
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, timeout=10))
+    run_in_virtual_time(asyncio.wait_for(test, timeout=1000))
 
 
-async def all_chunks(streams: EngineStreams) -> list[TokenChunk]:
-    async with streams.open(REQUEST, KEYS) as chunks:
+def nobody_cares(by: PlacedBy) -> None:
+    pass
+
+
+async def all_chunks(
+    streams: EngineStreams,
+    request: EngineRequest = REQUEST,
+    keys: tuple[BlockKey, ...] = KEYS,
+    placed: Callable[[PlacedBy], None] = nobody_cares,
+) -> list[TokenChunk]:
+    async with streams.open(request, keys, placed) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -150,7 +64,7 @@ def only_error(chunks: list[TokenChunk]) -> ErrorKind:
 
 
 async def _a_request_to_its_end() -> None:
-    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
     await streams.introduce(router, {A: engine}, {})
     engine.say(5)
     engine.say(66, attempt=2)
@@ -160,7 +74,7 @@ async def _a_request_to_its_end() -> None:
     assert engine.submitted == [REQUEST]
     assert engine.aborted == []
     (asked,) = router.asked
-    assert (asked.num_prompt_tokens, asked.block_keys) == (2, KEYS)
+    assert (asked.num_prompt_tokens, asked.block_keys) == (3, KEYS)
 
 
 def test_a_request_to_its_end() -> None:
@@ -168,10 +82,10 @@ def test_a_request_to_its_end() -> None:
 
 
 async def _leaving_early_aborts() -> None:
-    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(5)
-    async with streams.open(REQUEST, KEYS) as chunks:
+    async with streams.open(REQUEST, KEYS, nobody_cares) as chunks:
         await anext(chunks)
     ((request_id, attempt, submit),) = engine.aborted
     assert (request_id, attempt) == ("r", 1)
@@ -182,24 +96,9 @@ def test_leaving_early_aborts_and_the_abort_cannot_overtake_the_submit() -> None
     run(_leaving_early_aborts())
 
 
-async def _an_engine_that_dies() -> None:
-    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A), {A: engine}, {})
-    engine.say(5)
-    engine.answer.append(ActorDiedError())
-    chunks = await all_chunks(streams)
-    assert chunks[0].token_ids == (5,)
-    assert only_error(chunks[1:]) is ErrorKind.ENGINE_LOST
-    assert not streams.ready()
-
-
-def test_an_engine_that_dies_ends_its_requests_with_an_error() -> None:
-    run(_an_engine_that_dies())
-
-
 async def _a_lost_engine_is_not_offered_again() -> None:
     dead, alive = FakeEngine(), FakeEngine()
-    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    streams, router = EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A, B)
     await streams.introduce(router, {A: dead, B: alive}, {})
     dead.outbox.put_nowait(ActorDiedError())
     await asyncio.sleep(0.01)  # the pump hears of it; neither router nor supervisor knows yet
@@ -214,7 +113,7 @@ def test_an_engine_known_to_be_lost_is_not_placed_on() -> None:
 
 
 async def _a_broken_stream_is_opened_anew() -> None:
-    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.answer.append(ActorUnavailableError("a blip of the network", None))
     assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
@@ -232,7 +131,7 @@ def test_a_stream_that_breaks_while_its_engine_lives_is_opened_anew() -> None:
 
 
 async def _nobody_to_ask() -> None:
-    streams = EngineStreams(IngressId("i"))
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
     await streams.introduce(FakeRouter(), {}, {})
     assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
@@ -245,7 +144,7 @@ def test_without_a_router_or_engines_there_is_an_answer_at_once() -> None:
 
 async def _a_submit_that_fails() -> None:
     engine = FakeEngine(submit_error=ActorDiedError())
-    streams = EngineStreams(IngressId("i"))
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: engine}, {})
     assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
     assert len(engine.aborted) == 1, "it may have arrived all the same"
@@ -257,7 +156,7 @@ def test_a_submit_that_fails_is_an_error_of_its_request() -> None:
 
 async def _before_a_word(make_fail: Callable[[FakeEngine], None]) -> None:
     failing, idle = FakeEngine(), FakeEngine()
-    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    streams, router = EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A, B)
     await streams.introduce(router, {A: failing, B: idle}, {})
     make_fail(failing)
     idle.say(6, attempt=1)
@@ -292,7 +191,7 @@ def test_what_fails_before_a_word_is_said_is_placed_again(make_fail: Callable[[F
 
 async def _every_engine_is_full() -> None:
     engines = {A: FakeEngine(), B: FakeEngine()}
-    streams, router = EngineStreams(IngressId("i")), FakeRouter(A, B)
+    streams, router = EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A, B)
     await streams.introduce(router, engines, {})
     engines[A].fail(ErrorKind.ENGINE_LOST, attempt=1)
     engines[B].fail(ErrorKind.OVERLOADED, attempt=2)
@@ -306,7 +205,7 @@ def test_each_engine_is_asked_once_and_the_last_refusal_stands() -> None:
 
 async def _a_failure_of_the_request() -> None:
     engine, other = FakeEngine(), FakeEngine()
-    streams = EngineStreams(IngressId("i"))
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A, B), {A: engine, B: other}, {})
     engine.fail(ErrorKind.INTERNAL)
     assert only_error(await all_chunks(streams)) is ErrorKind.INTERNAL
@@ -317,29 +216,13 @@ def test_a_request_that_no_engine_can_compute_is_not_tried_on_another() -> None:
     run(_a_failure_of_the_request())
 
 
-async def _a_prompt_that_was_scored() -> None:
-    engine, other = FakeEngine(), FakeEngine()
-    streams = EngineStreams(IngressId("i"))
-    await streams.introduce(FakeRouter(A, B), {A: engine, B: other}, {})
-    scored = TokenChunk(request_id=RequestId("r"), attempt=1, prompt_logprobs=(TokenLogprob(logprob=-1.0),))
-    engine.answer.append(TokenBatch(chunks=(scored,)))
-    engine.answer.append(ActorDiedError())
-    chunks = await all_chunks(streams)
-    assert chunks[0] == scored and only_error(chunks[1:]) is ErrorKind.ENGINE_LOST
-    assert other.submitted == []
-
-
-def test_after_its_first_words_a_request_is_not_begun_again() -> None:
-    run(_a_prompt_that_was_scored())
-
-
 async def _leaving_the_second_attempt() -> None:
     full, busy = FakeEngine(), FakeEngine()
-    streams = EngineStreams(IngressId("i"))
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A, B), {A: full, B: busy}, {})
     full.fail(ErrorKind.OVERLOADED)
     busy.say(5, attempt=2)
-    async with streams.open(REQUEST, KEYS) as chunks:
+    async with streams.open(REQUEST, KEYS, nobody_cares) as chunks:
         await anext(chunks)
     assert full.aborted == []
     assert [aborted[:2] for aborted in busy.aborted] == [("r", 2)]
@@ -349,35 +232,13 @@ def test_leaving_aborts_the_attempt_that_lives() -> None:
     run(_leaving_the_second_attempt())
 
 
-async def _a_router_that_fails() -> None:
-    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
-    await streams.introduce(router, {A: engine}, {})
-    assert streams.ready()
-    router.error = ActorDiedError()
-    assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE
-    assert not streams.ready()
-    await streams.introduce(router, {A: engine}, {})
-    assert not streams.ready(), "it still does not answer"
-    router.error = None
-    await streams.introduce(router, {A: engine}, {})
-    assert streams.ready()
-    router.error = ActorDiedError()
-    await all_chunks(streams)
-    await streams.introduce(FakeRouter(A), {A: engine}, {})
-    assert streams.ready(), "another has taken its place"
-
-
-def test_while_the_router_does_not_answer_the_ingress_is_not_ready() -> None:
-    run(_a_router_that_fails())
-
-
 async def _resetting_the_prefix_caches() -> None:
     alive, mute, dead = (
         FakeEngine(),
         FakeEngine(reset_error=ActorUnavailableError("away", None)),
         FakeEngine(),
     )
-    streams = EngineStreams(IngressId("i"))
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: alive, B: dead}, {})
     dead.outbox.put_nowait(ActorDiedError())
     await asyncio.sleep(0.01)  # the pump hears of it
@@ -391,24 +252,8 @@ def test_resetting_asks_every_engine_and_says_if_one_did_not_answer() -> None:
     run(_resetting_the_prefix_caches())
 
 
-@dataclass
-class FakeStore:
-    error: Exception | None = None
-    engine: FakeEngine | None = None
-    """Must have been reset by then, or it would save its prefixes anew."""
-    num_resets: int = 0
-
-    def __post_init__(self) -> None:
-        self.reset = Method(self._reset)
-
-    def _reset(self) -> Ref:
-        assert self.engine is None or self.engine.num_resets
-        self.num_resets += 1
-        return Ref(self.error)
-
-
 async def _resetting_the_stores() -> None:
-    engine, streams = FakeEngine(), EngineStreams(IngressId("i"))
+    engine, streams = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE)
     alive, dead, mute = FakeStore(engine=engine), FakeStore(ActorDiedError()), FakeStore(TimeoutError())
     stores = {StoreId("alive"): alive, StoreId("dead"): dead}
     await streams.introduce(FakeRouter(A), {A: engine}, stores)
@@ -423,7 +268,7 @@ def test_resetting_empties_the_stores_after_the_engines() -> None:
 
 
 async def _where_the_prefix_is() -> None:
-    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i")), FakeRouter(A)
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
     router.sources = (PrefixSource(store_id=StoreId("s"), first=0, end=1),)
     await streams.introduce(router, {A: engine}, {})
     engine.say(5, end=FinishReason.LENGTH)
@@ -433,3 +278,133 @@ async def _where_the_prefix_is() -> None:
 
 def test_the_engine_is_told_where_the_prefix_can_be_had() -> None:
     run(_where_the_prefix_is())
+
+
+async def _a_router_that_is_away(error: Exception | Never) -> None:
+    busy, idle = FakeEngine(), FakeEngine()
+    streams, router = EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
+    await streams.introduce(router, {A: busy, B: idle}, {})
+    idle.say(7, end=FinishReason.LENGTH)
+    async with streams.open(replace(REQUEST, request_id=RequestId("another")), KEYS, nobody_cares) as chunks:
+        waiting = asyncio.ensure_future(anext(chunks))
+        await asyncio.sleep(0.01)
+        assert len(busy.submitted) == 1
+        router.error = error
+        placed: list[PlacedBy] = []
+        for _ in range(3):
+            assert [chunk.token_ids for chunk in await all_chunks(streams, placed=placed.append)] == [(7,)]
+        assert placed == [PlacedBy.ROUTER_AWAY] * 3
+        assert len(router.asked) == 2, "one request found out"
+        assert streams.ready(), "a request can be placed"
+        waiting.cancel()
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), Never()], ids=["dead", "hung"])
+def test_while_the_router_is_away_requests_go_where_the_fewest_of_ours_are(
+    error: Exception | Never, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(_a_router_that_is_away(error))
+    said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(said) == 1 and "router does not answer" in said[0]
+
+
+async def _a_router_that_comes_back() -> None:
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
+    engine.say(7, end=FinishReason.LENGTH)
+
+    async def went_by() -> PlacedBy:
+        placed: list[PlacedBy] = []
+        await all_chunks(streams, placed=placed.append)
+        (by,) = placed
+        return by
+
+    async def introduced(router: FakeRouter) -> None:
+        await streams.introduce(router, {A: engine}, {})
+        await asyncio.sleep(0.01)  # a ping
+
+    await introduced(router)
+    router.error = ActorDiedError()
+    assert await went_by() is PlacedBy.ROUTER_AWAY
+    await introduced(router)
+    assert await went_by() is PlacedBy.ROUTER_AWAY, "it still does not answer"
+    router.error = None
+    await introduced(router)
+    assert await went_by() is PlacedBy.LOAD
+    router.error = ActorDiedError()
+    assert await went_by() is PlacedBy.ROUTER_AWAY
+    await introduced(FakeRouter(A))
+    assert await went_by() is PlacedBy.LOAD, "another has taken its place"
+
+
+def test_a_router_that_answers_a_ping_or_is_another_is_asked_again() -> None:
+    run(_a_router_that_comes_back())
+
+
+async def _a_router_that_knows_nobody_yet() -> None:
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter()
+    engine.say(7, end=FinishReason.LENGTH)
+    await streams.introduce(router, {A: engine}, {})
+    asked = asyncio.ensure_future(all_chunks(streams))
+    await asyncio.sleep(0.5)
+    router.engines = (A,)
+    await streams.introduce(router, {A: engine}, {})
+    assert [chunk.token_ids for chunk in await asked] == [(7,)]
+    router.engines = ()
+    assert only_error(await all_chunks(streams)) is ErrorKind.NO_ENGINE, "but not for ever"
+
+
+def test_a_router_that_was_just_restarted_is_given_a_moment_to_hear_of_the_engines() -> None:
+    run(_a_router_that_knows_nobody_yet())
+
+
+KNOWN = {"fingerprint": b"f"}
+
+
+async def _what_a_placement_goes_by(
+    says: dict[str, Any], request: EngineRequest, keys: tuple[BlockKey, ...], expected: PlacedBy
+) -> None:
+    engine, streams, router = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
+    engine.say(7, end=FinishReason.LENGTH)
+    router.says = says
+    await streams.introduce(router, {A: engine}, {}, b"f")
+    placed: list[PlacedBy] = []
+    await all_chunks(streams, request, keys, placed.append)
+    assert placed == [expected]
+
+
+@pytest.mark.parametrize(
+    ("says", "request_", "keys", "expected"),
+    [
+        ({**KNOWN, "hit_tokens": 2}, REQUEST, KEYS, PlacedBy.PREFIX),
+        ({**KNOWN, "hit_tokens": 2, "is_up_to_date": False}, REQUEST, KEYS, PlacedBy.PREFIX),
+        (KNOWN, REQUEST, KEYS, PlacedBy.LOAD),
+        ({**KNOWN, "is_up_to_date": False}, REQUEST, KEYS, PlacedBy.STALE_INDEX),
+        (KNOWN, REQUEST, (), PlacedBy.NO_KEYS),
+        ({"fingerprint": b"of other kernels"}, REQUEST, KEYS, PlacedBy.NO_KEYS),
+        (KNOWN, replace(REQUEST, prompt_token_ids=(1, 2)), (), PlacedBy.LOAD),
+        (KNOWN, replace(REQUEST, prompt_logprobs=0), (), PlacedBy.LOAD),
+    ],
+    ids=["hit", "hit, stale", "none", "stale", "no keys", "other fingerprint", "one block", "scored"],
+)
+def test_case_14_a_placement_that_may_have_overlooked_a_prefix_is_called_blind(
+    says: dict[str, Any], request_: EngineRequest, keys: tuple[BlockKey, ...], expected: PlacedBy
+) -> None:
+    run(_what_a_placement_goes_by(says, request_, keys, expected))
+
+
+async def _what_is_outstanding() -> None:
+    engines, store = {A: FakeEngine(), B: FakeEngine(outstanding_error=ActorDiedError())}, FakeStore()
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
+    await streams.introduce(FakeRouter(A), engines, {StoreId("s"): store})
+    engines[A].say(5)
+    async with streams.open(REQUEST, KEYS, lambda _: None) as chunks:
+        await anext(chunks)
+        during = await streams.outstanding()
+        assert during["i"] == Outstanding(counts={"inboxes": 1, "submits": 1, "lost_links": 0})
+        assert (during[A], during[B], during["s"]) == (NOTHING, None, NOTHING)
+    after = (await streams.outstanding())["i"]
+    assert after is not None and after.is_clean
+
+
+def test_what_is_outstanding_is_asked_of_all_and_silence_is_told() -> None:
+    run(_what_is_outstanding())

@@ -176,6 +176,13 @@ def test_cached_tokens_are_in_the_usage() -> None:
     assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached=place)
 
 
+def test_cached_tokens_are_those_that_the_first_engine_found() -> None:
+    said = transcript()
+    said.feed(replace(chunk("alpha"), cached_tokens=CachedTokens(device=1)))
+    said.feed(replace(chunk("alpha", FinishReason.LENGTH), cached_tokens=CachedTokens(device=3)))
+    assert said.usage == Usage.of(prompt_tokens=3, completion_tokens=4, cached=CachedTokens(device=1))
+
+
 def echoing(
     text: str, prompt: Sequence[int], *, logprobs: int | None = 0, silent: bool = False
 ) -> Transcript:

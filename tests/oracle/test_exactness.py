@@ -1,12 +1,13 @@
 """The product's promise, on a real model: how a token is computed changes no bit of its logits."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from shoal.actors.engine.build import LoadedModel
 from shoal.actors.engine.step import SequenceId
-from shoal.actors.messages import EngineRequest
+from shoal.actors.messages import EngineRequest, SamplingParams
 from shoal.kernels.cpu import CpuBackend
 from tests.oracle.recording import Recording, Setup, greedy, serve
 
@@ -110,6 +111,39 @@ def test_output_fed_back_as_a_prompt(smol: LoadedModel, alone: Recording) -> Non
     recording = serve(smol, Setup(backend=CpuBackend(2)), [greedy("it", longer, 1)])
     assert recording.digests[FIRST] == alone.digests[FIRST]
     assert recording.tokens["it"] == alone.tokens["it"][-1:]
+
+
+@pytest.mark.parametrize("num_received", [1, 6, OUTPUT_TOKENS - 1])
+def test_gone_on_with_where_another_engine_died(
+    shallow: LoadedModel, shallow_alone: Recording, num_received: int
+) -> None:
+    received = tuple(shallow_alone.tokens["it"][:num_received])
+    request = replace(REQUEST, attempt=2, output_token_ids=received)
+    recording = serve(shallow, Setup(backend=CpuBackend(2)), [request])
+    assert recording.digests[FIRST] == shallow_alone.digests[FIRST]
+    assert recording.tokens["it"] == shallow_alone.tokens["it"][num_received:]
+
+
+def test_gone_on_with_it_draws_what_the_first_engine_would_have_drawn(shallow: LoadedModel) -> None:
+    """Seeds, penalties and min_tokens count from the prompt's end, wherever that was computed."""
+    sampling = SamplingParams(
+        temperature=1.3,
+        top_p=0.9,
+        seed=7,
+        presence_penalty=0.8,
+        frequency_penalty=0.6,
+        repetition_penalty=1.3,
+        min_tokens=9,
+    )
+    often = frozenset(range(0, 49_000, 3))
+    request = replace(beginning(140), max_tokens=30, sampling=sampling, stop_token_ids=often)
+    setup = Setup(backend=CpuBackend(2))
+    whole = serve(shallow, setup, [request]).tokens["it"]
+    assert 9 <= len(whole) - 1 < 30 and whole[-1] in often
+    assert not often.intersection(whole[:9])
+    for num_received in range(1, len(whole)):
+        continued = replace(request, attempt=2, output_token_ids=tuple(whole[:num_received]))
+        assert serve(shallow, setup, [continued]).tokens["it"] == whole[num_received:]
 
 
 def test_bfloat16_keys_and_values_are_as_exact(shallow: LoadedModel) -> None:

@@ -1,0 +1,155 @@
+"""One request on one engine after another, until its answer is complete."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+
+from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.links import Inbox, Key, Link, Links, error_chunk
+from shoal.actors.ingress.placer import Place, Placer
+from shoal.actors.messages import EngineId, EngineRequest, ErrorKind, FinishReason, TokenChunk
+from shoal.kvstore.block_hash import BlockKey, complete_keys, root_key
+
+MAX_LOSSES = 4
+"""Engines that were lost under one request in a row, without a token from any: it may be what kills them."""
+
+RESUME_DEADLINE_S = 60.0
+"""How long an answer that has begun may be without an engine, or without one that has room."""
+
+RETRY_S = 0.5
+"""After so long engines that were full are asked again on behalf of an answer that has begun."""
+
+
+class Attempts:
+    """What a request is told, by whichever engine serves it.
+
+    The answer belongs to us: what was received of it goes along to the next engine, which computes it like a
+    prompt and draws what follows. So the death of an engine is a pause: nothing is said twice, nothing lost.
+
+    A request that nobody has said anything of yet is tried at once on each engine once, and if none takes it
+    its client hears so: it may have other places to go. An answer that has begun has not, so it waits.
+    """
+
+    def __init__(
+        self,
+        request: EngineRequest,
+        block_keys: tuple[BlockKey, ...],
+        *,
+        placer: Placer,
+        links: Links,
+        placed: Callable[[PlacedBy], None],
+        block_size: int,
+    ) -> None:
+        self._request = request  # of the latest attempt
+        self._block_keys = block_keys  # of its tokens
+        self._placer = placer
+        self._links = links
+        self._placed = placed
+        self._block_size = block_size
+        self._link: Link | None = None  # where that attempt lives
+        self._received: list[int] = []
+        self._num_scored = 0
+        self._tried: frozenset[EngineId] = frozenset()
+        self._num_losses = 0
+        self._lost_at: float | None = None
+        """When the first of those was lost, or refused, of which nothing has been heard since."""
+
+    async def chunks(self) -> AsyncIterator[TokenChunk]:
+        failure = error_chunk(self._key, ErrorKind.NO_ENGINE, "no engine is ready")
+        while (place := await self._next_place()) is not None:
+            inbox = await self._submit(place)
+            while not _is_passed_on(chunk := await self._hear(inbox)):
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+            failure = chunk
+            self._lose(place.link.engine_id, chunk)
+            if (end := self._end_of_received()) is not None:
+                yield end
+                return
+        yield failure
+
+    def leave(self) -> None:
+        """Nobody listens any more: what still lives is aborted."""
+        self._end(abort=True)
+
+    @property
+    def _key(self) -> Key:
+        return self._request.request_id, self._request.attempt
+
+    @property
+    def _has_begun(self) -> bool:
+        return bool(self._received or self._num_scored)
+
+    async def _next_place(self) -> Place | None:
+        """None when no engine can take the request, or it has cost too many."""
+        if self._num_losses >= MAX_LOSSES:
+            return None
+        while (place := await self._placer.place(self._request, self._block_keys, self._tried)) is None:
+            if not self._has_begun or self._lost_at is None or _now() >= self._lost_at + RESUME_DEADLINE_S:
+                return None
+            await self._links.introduced(RETRY_S)
+            self._tried = frozenset()
+        self._placed(place.by)
+        return place
+
+    async def _submit(self, place: Place) -> Inbox:
+        self._request = replace(self._request, sources=place.sources)
+        self._link = place.link
+        return await place.link.submit(self._request)
+
+    async def _hear(self, inbox: Inbox) -> TokenChunk:
+        chunk = await inbox.get()
+        if chunk.finish_reason is not None:
+            self._end(abort=False)
+        if chunk.token_ids or chunk.prompt_logprobs:
+            self._received += chunk.token_ids
+            self._num_scored += len(chunk.prompt_logprobs)
+            self._tried, self._num_losses, self._lost_at = frozenset(), 0, None
+        return chunk
+
+    def _lose(self, engine_id: EngineId, failure: TokenChunk) -> None:
+        """The next attempt goes on behind what was received."""
+        self._tried |= {engine_id}
+        self._num_losses += _kind(failure) is ErrorKind.ENGINE_LOST
+        self._lost_at = _now() if self._lost_at is None else self._lost_at
+        self._request = replace(
+            self._request,
+            attempt=self._request.attempt + 1,
+            output_token_ids=tuple(self._received),
+            num_prompt_logprobs=self._num_scored,
+        )
+        fingerprint, request = self._placer.fingerprint, self._request
+        if self._received and fingerprint:
+            root = root_key(fingerprint, request.cache_salt)
+            tokens = request.prompt_token_ids + request.output_token_ids
+            self._block_keys = complete_keys(root, self._block_keys, tokens, self._block_size)
+
+    def _end_of_received(self) -> TokenChunk | None:
+        """Why the answer is complete, if only the word for it is lost."""
+        if self._received and self._received[-1] in self._request.stop_token_ids:
+            reason = FinishReason.STOP
+        elif len(self._received) >= self._request.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            return None
+        request_id, attempt = self._key
+        return TokenChunk(request_id=request_id, attempt=attempt, finish_reason=reason)
+
+    def _end(self, *, abort: bool) -> None:
+        if self._link is not None:
+            self._link.end(self._key, abort=abort)
+            self._link = None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _kind(chunk: TokenChunk) -> ErrorKind | None:
+    return None if chunk.error is None else chunk.error.kind
+
+
+def _is_passed_on(chunk: TokenChunk) -> bool:
+    """A failure of an engine of which the next one knows nothing."""
+    return _kind(chunk) in (ErrorKind.OVERLOADED, ErrorKind.ENGINE_LOST)

@@ -1,0 +1,160 @@
+"""The engines as one ingress sees them: an actor each, and the one stream on which it speaks to us."""
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayError
+
+from shoal.actors.messages import (
+    EngineId,
+    EngineRequest,
+    ErrorKind,
+    FinishReason,
+    IngressId,
+    RequestError,
+    RequestId,
+    TokenBatch,
+    TokenChunk,
+)
+from shoal.kvstore.calls import within
+from shoal.kvstore.outstanding import Outstanding
+
+logger = logging.getLogger(__name__)
+
+CALL_DEADLINE_S = 10.0
+"""For a call that only enters a queue. A hung engine's tokens are the supervisor's business: it kills it."""
+
+INTRODUCTION_DEADLINE_S = 2.0
+"""How long we may hear later of an engine than the router does."""
+
+Key = tuple[RequestId, int]
+"""(request, attempt): what an attempt that was given up still says finds no inbox."""
+Inbox = asyncio.Queue[TokenChunk]
+
+
+class Link:
+    """To one engine: the stream we pump, and who waits for its tokens."""
+
+    def __init__(self, engine_id: EngineId, actor: Any, ingress_id: IngressId) -> None:
+        self.engine_id = engine_id
+        self.lost = False
+        self._actor = actor
+        self._ingress_id = ingress_id
+        self._inboxes: dict[Key, Inbox] = {}
+        self._submits: dict[Key, Any] = {}
+        self._pump_task = asyncio.create_task(self._pump())
+
+    @property
+    def num_requests(self) -> int:
+        """Of this ingress."""
+        return len(self._inboxes)
+
+    @property
+    def num_submits(self) -> int:
+        """Requests that the engine was told of, and has not said the last of."""
+        return len(self._submits)
+
+    async def submit(self, request: EngineRequest) -> Inbox:
+        """Where its chunks arrive, also the one that says that it could not be submitted."""
+        key = (request.request_id, request.attempt)
+        self._inboxes[key] = inbox = Inbox()
+        self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
+        try:
+            await within(CALL_DEADLINE_S, submit)
+        except (RayError, TimeoutError) as error:
+            self.end(key, abort=True)  # it may have arrived all the same
+            message = f"{self.engine_id}: {type(error).__name__}"
+            inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
+        return inbox
+
+    def end(self, key: Key, *, abort: bool) -> None:
+        """Nobody waits for the request's tokens any more."""
+        self._inboxes.pop(key, None)
+        submit = self._submits.pop(key, None)
+        if abort and submit is not None:
+            self._actor.abort.remote(*key, submit)
+
+    async def reset_prefix_cache(self) -> None:
+        """Raises RayError or TimeoutError."""
+        await within(CALL_DEADLINE_S, self._actor.reset_prefix_cache.remote())
+
+    async def outstanding(self) -> Outstanding:
+        """The engine's. Raises RayError or TimeoutError."""
+        outstanding: Outstanding = await within(CALL_DEADLINE_S, self._actor.outstanding.remote())
+        return outstanding
+
+    def remove(self) -> None:
+        self._pump_task.cancel()
+
+    async def _pump(self) -> None:
+        try:
+            async for item in self._actor.stream.remote(self._ingress_id):
+                batch: TokenBatch = await item
+                for chunk in batch.chunks:
+                    inbox = self._inboxes.get((chunk.request_id, chunk.attempt))
+                    if inbox is not None:  # else aborted, or an attempt that was given up
+                        inbox.put_nowait(chunk)
+        except RayError as error:
+            logger.warning("%s is lost: %s", self.engine_id, type(error).__name__)
+        finally:
+            self.lost = True
+            message = f"the stream of {self.engine_id} has ended"
+            for key, inbox in list(self._inboxes.items()):
+                inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
+                self.end(key, abort=True)  # the engine itself may live on
+
+
+class Links:
+    """To every engine that exists, as far as we were told."""
+
+    def __init__(self, ingress_id: IngressId) -> None:
+        self._ingress_id = ingress_id
+        self._links: dict[EngineId, Link] = {}
+        self._changed = asyncio.Condition()
+
+    def __iter__(self) -> Iterator[Link]:
+        """Those whose engines speak to us."""
+        return (link for link in self._links.values() if not link.lost)
+
+    @property
+    def lost(self) -> frozenset[EngineId]:
+        """We may know it some seconds before the router does."""
+        return frozenset(engine_id for engine_id, link in self._links.items() if link.lost)
+
+    async def introduce(self, actors: Mapping[EngineId, Any]) -> None:
+        """Exactly these engines exist. Requests on one that does no longer are lost to it; a broken stream is
+        opened anew."""
+        for engine_id, link in list(self._links.items()):
+            if link.lost or engine_id not in actors:
+                self._links.pop(engine_id).remove()
+        for engine_id in actors.keys() - self._links.keys():
+            self._links[engine_id] = Link(engine_id, actors[engine_id], self._ingress_id)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def find(self, engine_id: EngineId) -> Link | None:
+        """The router may hear of a new engine a moment before we do."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(INTRODUCTION_DEADLINE_S), self._changed:
+                await self._changed.wait_for(lambda: engine_id in self._links)
+        link = self._links.get(engine_id)
+        return None if link is None or link.lost else link
+
+    async def introduced(self, within_s: float) -> None:
+        """Returns when we are next told who exists, or after so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s), self._changed:
+                await self._changed.wait()
+
+
+def error_chunk(key: Key, kind: ErrorKind, message: str) -> TokenChunk:
+    request_id, attempt = key
+    return TokenChunk(
+        request_id=request_id,
+        attempt=attempt,
+        finish_reason=FinishReason.ERROR,
+        error=RequestError(kind=kind, message=message),
+    )

@@ -1,0 +1,84 @@
+"""An answer outlives whatever dies under it: every stream says what it says undisturbed."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import ray
+
+from tests.cluster.chaos import ROLES, Blow, Streams, disturb, metric
+from tests.cluster.served import Served, wait_for
+from tests.cluster.streamed import KINDS, Body, bodies, events, heard, spoken
+from tests.cluster.test_failures import holds_a_request, pid, ready_engines
+
+LONG = {"prompt": list(range(3, 60)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def three(ray_address: str, checkpoint: Path) -> Iterator[Served]:
+    """Engines, with a store."""
+    with Served.start(checkpoint, ray_address, engines=3) as cluster:
+        cluster.wait_until_ready()
+        yield cluster
+
+
+def test_case_54_a_stream_goes_on_where_its_engine_died(three: Served) -> None:
+    expected = spoken(three.url, LONG)
+    assert expected.completion_tokens == LONG["max_tokens"]
+    before = metric(three, "shoal_continuations_total")
+    stream = events(three.url, LONG)
+    first = [next(stream), next(stream)]
+    (victim,) = [name for name in three.engine_names() if holds_a_request(three, name)]
+    os.kill(pid(three, victim), signal.SIGKILL)
+
+    def rest() -> Iterator[httpx.Headers | Body]:
+        yield from first
+        yield from stream
+
+    assert heard(rest()) == expected
+    assert metric(three, "shoal_continuations_total") == before + 1
+    wait_for(lambda: three.num_requests() == 0, "nothing is left of it")
+
+
+def test_17_requests_right_after_an_engine_was_killed_are_all_served(three: Served) -> None:
+    """Nobody has noticed yet: they are placed on it, and placed again."""
+    ray.kill(three.actor(three.engine_names()[0]))
+    with ThreadPoolExecutor(20) as pool:
+        statuses = list(pool.map(lambda i: asked(three, i)[0], range(20)))
+    assert statuses == [200] * 20
+    wait_for(lambda: len(ready_engines(three)) == 3, "a new engine")
+
+
+def asked(served: Served, first: int) -> tuple[int, str]:
+    """Status and placement of a request."""
+    body = {"prompt": [first + 3, *range(3, 60)], "max_tokens": 4}
+    response = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60)
+    return response.status_code, response.headers["x-shoal-placement"]
+
+
+def test_case_14_while_the_router_is_away_requests_are_served_and_say_so(three: Served) -> None:
+    wait_for(lambda: asked(three, 100) == (200, "prefix"), "its second time")
+    router = pid(three, "router")
+    os.kill(router, signal.SIGSTOP)
+    try:
+        blind = [asked(three, 100) for _ in range(3)]
+    finally:
+        os.kill(router, signal.SIGCONT)
+    assert blind == [(200, "blind; reason=router_away")] * 3
+    assert metric(three, "shoal_blind_placements_total") >= 3
+    assert three.get("/ready") == 200
+    wait_for(lambda: asked(three, 100) == (200, "prefix"), "it answers a ping again")
+
+
+def test_streams_of_every_kind_while_each_actor_is_killed_in_turn(three: Served) -> None:
+    streams = Streams(three.url, bodies(three.url, len(KINDS), 150))
+    streams.run_undisturbed()
+    blows = [Blow(role=role, signal=signal.SIGKILL) for role in ROLES]
+    streams.run_beside(lambda: disturb(three, blows, print))
+    assert streams.failures == []
+    assert streams.num_complete > len(KINDS)
+    wait_for(lambda: three.num_requests() == 0, "nothing is left of them")

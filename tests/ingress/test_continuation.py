@@ -1,0 +1,264 @@
+"""An answer that outlives its engine: what the next one is told, and what the client hears."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.exceptions import ActorUnavailableError
+
+from shoal.actors.ingress.attempts import MAX_LOSSES, RESUME_DEADLINE_S
+from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.streams import EngineStreams
+from shoal.actors.messages import (
+    EngineId,
+    EngineRequest,
+    ErrorKind,
+    FinishReason,
+    IngressId,
+    RequestId,
+    TokenBatch,
+    TokenChunk,
+    TokenLogprob,
+)
+from shoal.kvstore.block_hash import extend_keys, root_key
+from tests.fake_runner import generate
+from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter
+from tests.ingress.test_streams import A, B, all_chunks, nobody_cares, only_error, run
+
+BLOCK_SIZE = 2
+PROMPT = (1, 2, 3)
+REQUEST = EngineRequest(
+    request_id=RequestId("r"),
+    attempt=1,
+    prompt_token_ids=PROMPT,
+    max_tokens=9,
+    stop_token_ids=frozenset(),
+)
+ROOT = root_key(b"f", "")
+
+
+def some_streams() -> EngineStreams:
+    return EngineStreams(IngressId("i"), BLOCK_SIZE)
+
+
+def tokens_of(chunks: Sequence[TokenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+async def _an_engine_dies(lives_for: int) -> list[EngineRequest]:
+    """What its successor was asked for."""
+    first, second, router = DrawingEngine(lives_for=lives_for), DrawingEngine(), FakeRouter(A, B)
+    streams = some_streams()
+    await streams.introduce(router, {A: first, B: second}, {}, b"f")
+    keys = tuple(extend_keys(ROOT, PROMPT, BLOCK_SIZE))
+    chunks = await all_chunks(streams, REQUEST, keys)
+    assert tokens_of(chunks) == generate(PROMPT, 9)
+    assert [chunk.finish_reason for chunk in chunks][-1] is FinishReason.LENGTH
+    assert all(chunk.finish_reason is None for chunk in chunks[:-1])
+    asked = router.asked[-1]
+    received = second.submitted[0].output_token_ids
+    assert (asked.attempt, asked.exclude) == (2, frozenset({A}))
+    assert asked.num_prompt_tokens == len(PROMPT) + len(received)
+    assert asked.block_keys == tuple(extend_keys(ROOT, [*PROMPT, *received], BLOCK_SIZE))
+    return second.submitted
+
+
+async def _case_54() -> None:
+    for lives_for in range(1, 9):
+        received = tuple(generate(PROMPT, lives_for))
+        continued = replace(REQUEST, attempt=2, output_token_ids=received)
+        assert await _an_engine_dies(lives_for) == [continued]
+
+
+def test_case_54_the_next_engine_goes_on_behind_what_was_received() -> None:
+    run(_case_54())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lives=st.lists(st.integers(1, 12), max_size=8),
+    max_tokens=st.integers(1, 30),
+    stops_at=st.none() | st.integers(0, 30),
+)
+def test_whenever_engines_die_each_token_is_heard_once(
+    lives: list[int], max_tokens: int, stops_at: int | None
+) -> None:
+    whole = generate(PROMPT, max_tokens)
+    stops = frozenset[int]() if stops_at is None or stops_at >= max_tokens else frozenset({whole[stops_at]})
+    ends = [i + 1 for i, token in enumerate(whole) if token in stops]
+    expected = whole[: min(ends, default=max_tokens)]
+
+    async def served() -> None:
+        engines = [DrawingEngine(lives_for=life) for life in lives] + [DrawingEngine()]
+        actors = {EngineId(f"engine-{i}"): engine for i, engine in enumerate(engines)}
+        streams = some_streams()
+        await streams.introduce(FakeRouter(*actors), actors, {})
+        request = replace(REQUEST, max_tokens=max_tokens, stop_token_ids=stops, logprobs=0)
+        chunks = await all_chunks(streams, request, ())
+        assert tokens_of(chunks) == expected
+        assert [said.logprob for chunk in chunks for said in chunk.logprobs] == [-t for t in expected]
+        assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == [
+            FinishReason.STOP if stops else FinishReason.LENGTH
+        ]
+        attempts = [request for engine in engines for request in engine.submitted]
+        assert [request.attempt for request in attempts] == list(range(1, len(attempts) + 1))
+
+    run(served())
+
+
+async def _an_engine_that_revives() -> None:
+    """Its stream broke, it lives, and it says on under its old attempt while its successor speaks."""
+    hung, next_one = FakeEngine(), FakeEngine()
+    streams = some_streams()
+    await streams.introduce(FakeRouter(A, B), {A: hung, B: next_one}, {})
+    hung.say(5)
+    hung.answer.append(ActorUnavailableError("a blip of the network", None))
+    next_one.say(6, attempt=2)
+    async with streams.open(REQUEST, (), nobody_cares) as chunks:
+        assert (await anext(chunks)).token_ids == (5,)
+        assert (await anext(chunks)).token_ids == (6,)
+        await streams.introduce(FakeRouter(A, B), {A: hung, B: next_one}, {})
+        for engine, token, attempt in ((hung, 66, 1), (next_one, 7, 2)):
+            engine.answer.clear()
+            engine.say(token, attempt=attempt)
+            engine.outbox.put_nowait(engine.answer[0])
+            await asyncio.sleep(0.01)
+        assert (await anext(chunks)).token_ids == (7,)
+    assert [aborted[:2] for aborted in hung.aborted] == [("r", 1)]
+
+
+def test_an_engine_that_was_given_up_is_not_heard_again() -> None:
+    run(_an_engine_that_revives())
+
+
+async def _a_scored_prompt() -> None:
+    first, second = FakeEngine(), FakeEngine()
+    streams = some_streams()
+    await streams.introduce(FakeRouter(A, B), {A: first, B: second}, {})
+    said = TokenChunk(request_id=RequestId("r"), attempt=1, prompt_logprobs=(TokenLogprob(logprob=-1.0),))
+    first.answer.append(TokenBatch(chunks=(said,)))
+    first.die()
+    second.say(5, end=FinishReason.LENGTH, attempt=2)
+    request = replace(REQUEST, prompt_logprobs=0)
+    chunks = await all_chunks(streams, request, ())
+    assert [chunk.prompt_logprobs for chunk in chunks] == [said.prompt_logprobs, ()]
+    assert second.submitted == [replace(request, attempt=2, num_prompt_logprobs=1)]
+
+
+def test_a_prompts_logprobs_are_not_asked_for_twice() -> None:
+    run(_a_scored_prompt())
+
+
+async def _waits_for_an_engine() -> None:
+    first, second = DrawingEngine(lives_for=4), DrawingEngine()
+    streams, router = some_streams(), FakeRouter(A)
+    await streams.introduce(router, {A: first}, {})
+    answer = asyncio.ensure_future(all_chunks(streams, REQUEST, ()))
+    await asyncio.sleep(RESUME_DEADLINE_S / 2)
+    assert not answer.done()
+    router.engines = (B,)
+    await streams.introduce(router, {B: second}, {})
+    assert tokens_of(await answer) == generate(PROMPT, 9)
+
+
+def test_an_answer_that_has_begun_waits_for_the_next_engine() -> None:
+    run(_waits_for_an_engine())
+
+
+async def _nobody_comes() -> None:
+    engine, streams = DrawingEngine(lives_for=4), some_streams()
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
+    started = asyncio.get_running_loop().time()
+    chunks = await all_chunks(streams, REQUEST, ())
+    assert tokens_of(chunks) == generate(PROMPT, 4)
+    assert only_error(chunks[2:]) is ErrorKind.ENGINE_LOST
+    assert asyncio.get_running_loop().time() - started >= RESUME_DEADLINE_S
+
+
+def test_but_not_for_ever() -> None:
+    run(_nobody_comes())
+
+
+async def _every_engine_dies_of_it(lives_for: int) -> int:
+    """How many engines it took."""
+    actors = {EngineId(f"engine-{i}"): DrawingEngine(lives_for=lives_for) for i in range(20)}
+    streams = some_streams()
+    await streams.introduce(FakeRouter(*actors), actors, {})
+    chunks = await all_chunks(streams, REQUEST, ())
+    num_dead = sum(len(engine.submitted) for engine in actors.values())
+    if lives_for:
+        assert tokens_of(chunks) == generate(PROMPT, 9)
+    else:
+        assert only_error(chunks) is ErrorKind.ENGINE_LOST
+    return num_dead
+
+
+async def _bounded_losses() -> None:
+    assert await _every_engine_dies_of_it(0) == MAX_LOSSES
+    assert await _every_engine_dies_of_it(1) == 9, "each of them has said something"
+
+
+def test_a_request_that_kills_engines_is_given_up() -> None:
+    run(_bounded_losses())
+
+
+async def _the_others_are_full() -> None:
+    first, full, streams, router = DrawingEngine(lives_for=4), FakeEngine(), some_streams(), FakeRouter(A, B)
+    await streams.introduce(router, {A: first, B: full}, {})
+    for attempt in range(2, 100):
+        full.fail(ErrorKind.OVERLOADED, attempt=attempt)
+    answer = asyncio.ensure_future(all_chunks(streams, REQUEST, ()))
+    await asyncio.sleep(RESUME_DEADLINE_S / 4)
+    assert not answer.done() and len(full.submitted) > MAX_LOSSES, "it asks on: being full is no loss"
+    full.answer.clear()
+    for i, token in enumerate(generate(PROMPT, 9)[4:]):
+        attempt = full.submitted[-1].attempt + 1
+        full.say(token, attempt=attempt, end=FinishReason.LENGTH if i == 4 else None)
+    assert tokens_of(await answer) == generate(PROMPT, 9)
+
+
+def test_an_answer_that_has_begun_waits_where_everybody_is_full() -> None:
+    run(_the_others_are_full())
+
+
+async def _the_last_word_is_lost(stop_token_ids: frozenset[int], end: FinishReason) -> None:
+    engine, other = FakeEngine(), FakeEngine()
+    streams = some_streams()
+    await streams.introduce(FakeRouter(A, B), {A: engine, B: other}, {})
+    engine.say(5, 6)
+    engine.die()
+    request = replace(REQUEST, max_tokens=2, stop_token_ids=stop_token_ids)
+    first, last = await all_chunks(streams, request, ())
+    assert first.token_ids == (5, 6)
+    assert (last.token_ids, last.finish_reason) == ((), end)
+    assert other.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("stop_token_ids", "end"),
+    [(frozenset(), FinishReason.LENGTH), (frozenset({6}), FinishReason.STOP)],
+)
+def test_an_answer_of_which_only_the_end_was_not_heard_is_complete(
+    stop_token_ids: frozenset[int], end: FinishReason
+) -> None:
+    run(_the_last_word_is_lost(stop_token_ids, end))
+
+
+async def _each_attempt_says_how_it_was_placed() -> None:
+    streams, router = some_streams(), FakeRouter(A, B)
+    await streams.introduce(router, {A: DrawingEngine(lives_for=4), B: DrawingEngine()}, {})
+    placed: list[PlacedBy] = []
+
+    def note(by: PlacedBy) -> None:
+        placed.append(by)
+        router.says = {"hit_tokens": 2}
+
+    await all_chunks(streams, REQUEST, (), note)
+    assert placed == [PlacedBy.NO_KEYS, PlacedBy.PREFIX]
+
+
+def test_each_attempt_says_how_it_was_placed() -> None:
+    run(_each_attempt_says_how_it_was_placed())
