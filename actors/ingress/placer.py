@@ -116,8 +116,9 @@ class Placer:
         router = self._router
         try:
             reply: PlacementReply | None = await within(PLACE_DEADLINE_S, router.place.remote(wanted))
-        except (RayError, TimeoutError):
+        except (RayError, TimeoutError) as error:
             self._silent_router = router
+            self._warner.note(PlacedBy.ROUTER_AWAY, type(error).__name__)
             raise
         return reply
 
@@ -150,10 +151,10 @@ class _Warner:
         self._clock = clock
         self._last: dict[PlacedBy, float] = {}
 
-    def note(self, by: PlacedBy) -> None:
+    def note(self, by: PlacedBy, detail: str = "") -> None:
         if not by.is_blind:
             return
         now = self._clock()
         if by not in self._last or now - self._last[by] > OUTAGE_ENDS_S:
-            logger.warning("%s", _WARNINGS[by])
+            logger.warning(_WARNINGS[by] + (f" ({detail})" if detail else ""))
         self._last[by] = now

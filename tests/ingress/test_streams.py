@@ -299,13 +299,17 @@ async def _a_router_that_is_away(error: Exception | Never) -> None:
         waiting.cancel()
 
 
-@pytest.mark.parametrize("error", [ActorDiedError(), Never()], ids=["dead", "hung"])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(ActorDiedError(), "ActorDiedError"), (Never(), "TimeoutError")],
+    ids=["dead", "hung"],
+)
 def test_while_the_router_is_away_requests_go_where_the_fewest_of_ours_are(
-    error: Exception | Never, caplog: pytest.LogCaptureFixture
+    error: Exception | Never, expected: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(_a_router_that_is_away(error))
     said = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(said) == 1 and "router does not answer" in said[0]
+    assert len(said) == 1 and f"router does not answer ({expected})" in said[0]
 
 
 async def _a_router_that_comes_back() -> None:
