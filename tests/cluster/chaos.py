@@ -163,7 +163,7 @@ def _run(served: Served, args: argparse.Namespace, blows: Sequence[Blow]) -> int
     streams.run_undisturbed()
     print(f"undisturbed: {args.streams} streams in {time.monotonic() - started:.1f} s", flush=True)
     streams.run_beside(lambda: disturb(served, blows, partial(print, flush=True)))
-    wait_for(lambda: served.num_requests() == 0, "every engine is idle")
+    wait_for(served.is_clean, "everything is returned")
     continuations = metric(served, "shoal_continuations_total")
     again = metric(served, "shoal_recomputed_tokens_total") / max(1.0, continuations)
     blind = metric(served, "shoal_blind_placements_total")

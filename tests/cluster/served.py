@@ -140,6 +140,11 @@ class Served:
         healths = [self.actor(name).health.remote() for name in self.engine_names()]
         return sum(health.num_requests for health in ray.get(healths, timeout=10))
 
+    def is_clean(self) -> bool:
+        """Everything is returned, by the account of every process behind the front door."""
+        response = httpx.get(f"{self.url}/debug/invariants", timeout=30)
+        return response.status_code == 200 and bool(response.json()["clean"])
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)

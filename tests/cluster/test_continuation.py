@@ -41,7 +41,7 @@ def test_case_54_a_stream_goes_on_where_its_engine_died(three: Served) -> None:
 
     assert heard(rest()) == expected
     assert metric(three, "shoal_continuations_total") == before + 1
-    wait_for(lambda: three.num_requests() == 0, "nothing is left of it")
+    wait_for(three.is_clean, "nothing is left of it")
 
 
 def test_17_requests_right_after_an_engine_was_killed_are_all_served(three: Served) -> None:
@@ -81,4 +81,4 @@ def test_streams_of_every_kind_while_each_actor_is_killed_in_turn(three: Served)
     streams.run_beside(lambda: disturb(three, blows, print))
     assert streams.failures == []
     assert streams.num_complete > len(KINDS)
-    wait_for(lambda: three.num_requests() == 0, "nothing is left of them")
+    wait_for(three.is_clean, "nothing is left of them")
