@@ -18,30 +18,31 @@ it does: it delays its own request alone. Else the time that it takes, by that o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
+    """One way to take a prompt up."""
+
     num_on_device: int
     """Leading blocks that the engine holds, or is expected to by the time the request is there."""
     resume: Resume
-    """In blocks. Where it would go on computing, with what it holds and what is worth fetching."""
-    computed_tokens: int
-    fetch_tokens: float
-    """So many tokens could be computed in the time that fetching takes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """One way to take the prompt up, and what must be fetched for it."""
-
-    resume: Resume
+    """In blocks. Where it goes on computing."""
     computed_tokens: int
     own_tokens: int = 0
+    """To fetch from its own node's store,"""
     other_tokens: int = 0
+    """and from other nodes'."""
+
+    @property
+    def fetched_tokens(self) -> int:
+        return self.own_tokens + self.other_tokens
 
     def fetch_tokens(self, engine: EngineView) -> float:
+        """So many tokens could be computed in the time that fetching takes."""
+        if not self.own_tokens and not self.other_tokens:
+            return 0.0
         own, other = _fetch_weights(engine)
         return own * self.own_tokens + other * self.other_tokens
 
 
-_Similar = tuple[BoundaryRule, int, int, StoreId | None, EngineId | None]
+_Similar = tuple[int, int, StoreId | None, int, int, EngineId | None]
 
 
 class Outlook:
@@ -61,34 +62,37 @@ class Outlook:
         self._where = Whereabouts(directory, request.block_keys)
         self._leading = directory.leading(self._where.blocks)
         self._furthest: dict[BoundaryRule, int] = {}
-        self._ways: dict[_Similar, tuple[_Way, ...]] = {}
+        self._ways: dict[_Similar, tuple[Prospect, ...]] = {}
         self._own = stores
         self._bits = {store_id: directory.bit(store_id) for store_id in stores.values()}
         self._any_store = sum(self._bits.values())
         self._num_stored = self._where.leading(self._any_store) if self._any_store else 0
 
     def of(self, engine: EngineView) -> Prospect:
-        """Engines that have equally much of the prompt share one, so that many cost little more than few."""
-        device = self._directory.bit(engine.engine_id)
-        num_on_device = self._extend(self._leading.get(engine.engine_id, 0), engine, device)
+        """What the request means to that engine. Those that have equally much of the prompt share one."""
+        num_on_device = self._num_on_device(engine)
         reach, own_store = num_on_device, None
         if self._any_store:
+            device = self._directory.bit(engine.engine_id)
             reach = self._extend(max(num_on_device, self._num_stored), engine, device | self._any_store)
             own_store = self._own.get(engine.node)
-        alone = engine.engine_id if engine.rule.num_segments else None  # who has which segments varies
-        similar = (engine.rule, num_on_device, reach, own_store, alone)
+        rule = engine.rule
+        alone = engine.engine_id if rule.num_segments else None  # who has which segments varies
+        similar = (num_on_device, reach, own_store, rule.num_segments, rule.num_recomputed, alone)
         ways = self._ways.get(similar)
         if ways is None:
             ways = self._ways[similar] = tuple(self._ways_of(engine, num_on_device, reach))
-        way = self._best(ways, engine)
-        return Prospect(
-            num_on_device=num_on_device,
-            resume=way.resume,
-            computed_tokens=way.computed_tokens,
-            fetch_tokens=way.fetch_tokens(engine),
-        )
+        return ways[0] if len(ways) == 1 else self._best(ways, engine)
 
-    def _best(self, ways: Sequence[_Way], engine: EngineView) -> _Way:
+    def _num_on_device(self, engine: EngineView) -> int:
+        """Blocks that it holds without a gap; if it expects the next one, those behind it too."""
+        length = self._leading.get(engine.engine_id, 0)
+        keys = self._request.block_keys
+        if length == len(keys) or keys[length] not in engine.expected:
+            return length
+        return self._extend(length, engine, self._directory.bit(engine.engine_id))
+
+    def _best(self, ways: Sequence[Prospect], engine: EngineView) -> Prospect:
         """The first that the engine will take: it fetches what is there sooner than computed."""
         on_device, *fetched = ways
         for way in fetched:
@@ -97,21 +101,22 @@ class Outlook:
                 return way
         return on_device
 
-    def _ways_of(self, engine: EngineView, num_on_device: int, reach: int) -> Iterator[_Way]:
+    def _ways_of(self, engine: EngineView, num_on_device: int, reach: int) -> Iterator[Prospect]:
         """With what is on the device; with all stores; with the own node's."""
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         on_device = self._resume(engine, num_on_device, device)
-        yield _Way(resume=on_device, computed_tokens=self.computed_tokens(on_device))
+        yield Prospect(
+            num_on_device=num_on_device, resume=on_device, computed_tokens=self.computed_tokens(on_device)
+        )
         if not self._any_store or on_device.boundary >= self._limit:
             return
         yield self._fetching(engine, num_on_device, reach, self._any_store)
         if own_store and self._any_store != self._bits[own_store]:
             own = self._bits[own_store]
-            yield self._fetching(
-                engine, num_on_device, self._extend(num_on_device, engine, device | own), own
-            )
+            reach = self._extend(num_on_device, engine, device | own)
+            yield self._fetching(engine, num_on_device, reach, own)
 
-    def _fetching(self, engine: EngineView, num_on_device: int, reach: int, stores: int) -> _Way:
+    def _fetching(self, engine: EngineView, num_on_device: int, reach: int, stores: int) -> Prospect:
         """A segment counts as a block. Those that are expected are counted too: they are few."""
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         resume = self._resume(engine, reach, device | stores)
@@ -123,7 +128,8 @@ class Outlook:
             num_own += len(blocks)
         elif own:
             num_own += sum(bool(where.blocks[i] & own) for i in blocks)
-        return _Way(
+        return Prospect(
+            num_on_device=num_on_device,
             resume=resume,
             computed_tokens=self.computed_tokens(resume),
             own_tokens=num_own * self._block_size,

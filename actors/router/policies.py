@@ -22,13 +22,19 @@ compute for a share `load` of the time, 1 / (1 - load) times as much: it delays 
 idle again."""
 
 MAX_LOAD = 0.75
+"""The weight grows no more beyond it: there queues grow whatever is hit."""
+
+DISPLACEMENT_WEIGHT = 1.5
+"""A fetched token costs so much beside the time that it takes: it takes another's place on the device, and
+has had one on a device before."""
 
 
 class CheapestEngine:
     """Where a request costs the least time: its own, and that of everybody behind it.
 
-        cost in ms = (COMPUTE_WEIGHT / (1 - load) · tokens to compute there + the time that fetching takes,
-                      in tokens, + tokens standing there) / tokens per ms there
+        cost in ms = (COMPUTE_WEIGHT / (1 - load) · tokens to compute there
+                      + (fetch weight + DISPLACEMENT_WEIGHT) · tokens to fetch there
+                      + tokens standing there) / tokens per ms there
 
     The longest prefix alone would be a trap: all who share a system prompt would go to one engine for ever.
     Here they stay together until the work that stands there outweighs computing the prefix once more, or
@@ -45,7 +51,8 @@ class CheapestEngine:
             if standing / tokens_per_s > lowest[0]:
                 continue  # whatever it holds: of many engines most are passed over here
             prospect = outlook.of(engine)
-            tokens = weight * prospect.computed_tokens + prospect.fetch_tokens + standing
+            fetching = prospect.fetch_tokens(engine) + DISPLACEMENT_WEIGHT * prospect.fetched_tokens
+            tokens = weight * prospect.computed_tokens + fetching + standing
             cost = tokens / tokens_per_s, engine.last_placed
             if cost < lowest:
                 chosen, lowest = engine, cost

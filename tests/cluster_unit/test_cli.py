@@ -41,6 +41,7 @@ def serve(*arguments: str) -> str:
         (["--port", "70000"], "--port"),
         (["--kv-store-memory", "some"], "'some' is not a memory size"),
         (["--kv-write-policy", "sometimes"], "write_through"),
+        (["--routing-policy", "magic"], "greedy_prefix"),
         (["--num-dropped-layers", "-1"], "--num-dropped-layers"),
         (["--num-dropped-layers", "1"], "cannot drop 1 sliding layers"),
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),

@@ -150,6 +150,15 @@ def test_a_fetch_weighs_what_it_takes_by_what_computing_takes() -> None:
         assert cluster.place().engine_id == chosen
 
 
+def test_what_is_fetched_takes_a_place_on_the_device_where_it_is_not() -> None:
+    """128 tokens on one device outweigh 224 that stand there, though the other can fetch them."""
+    for uncomputed, chosen in ((223, A), (225, B)):
+        cluster = Cluster()
+        cluster.engine_has(A, blocks(range(8)), uncomputed=uncomputed)
+        cluster.store_has(WEST, blocks(range(8)))
+        assert cluster.place().engine_id == chosen
+
+
 def test_what_the_engine_would_rather_compute_is_no_hit() -> None:
     """Else requests would be spread in the belief that their prefixes come along."""
     cluster = Cluster()

@@ -72,7 +72,7 @@ class Memory:
         kept = self._cache.insert(self._parent(path, first), landed, blocks)
         assert kept == blocks, "one that was there has been matched"
         job.kept.block_table += blocks
-        self.saves.stored(key for key in own if key in set(landed))
+        self.saves.stored(set(own).intersection(landed))
         self.saves.note(Occasion.CACHED, landed)
         return list(landed)
 

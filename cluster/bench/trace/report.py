@@ -35,9 +35,9 @@ def notes(outcomes: Sequence[Outcome], config: TraceConfig) -> Iterator[str]:
         yield _verdict("another node's store", config.other_link.bytes_per_s, config)
     for outcome in outcomes:
         if outcome.num_replaced:
-            yield f"{outcome.policy}: {outcome.num_replaced:,} requests outlived their engine"
+            yield f"{outcome.policy}: requests that outlived their engine: {outcome.num_replaced:,}"
         if outcome.num_unserved:
-            yield f"{outcome.policy}: {outcome.num_unserved:,} requests found no engine"
+            yield f"{outcome.policy}: requests that found no engine: {outcome.num_unserved:,}"
 
 
 def _verdict(place: str, bytes_per_s: float, config: TraceConfig) -> str:
