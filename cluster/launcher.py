@@ -14,7 +14,6 @@ from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
-from shoal.cluster.ending import end_actor, home_of
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import STOP_GRACE_S, EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec
@@ -40,11 +39,8 @@ class RayProcess:
     def pulse(self) -> Future[Any]:
         return _then(self.actor.__ray_call__.remote(_say_nothing).future(), lambda said: said)
 
-    def is_running(self) -> bool:
-        return home_of(self.actor) is not None
-
     def kill(self) -> None:
-        end_actor(self.actor)
+        ray.kill(self.actor)
 
 
 class RayEngine(RayProcess):

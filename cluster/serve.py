@@ -8,7 +8,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +25,6 @@ from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.ending import end, end_actor, home_of
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
@@ -307,7 +305,8 @@ def _watch(
     announced = False
     said: tuple[str, ...] = ()
     stores: set[StoreId] = set()
-    heard = waiting_since = time.monotonic()
+    has_spoken, heard = False, time.monotonic()
+    waiting_since = heard
     while not stop.wait(POLL_S):
         try:
             _call(supervisor.renew_lease)
@@ -319,15 +318,13 @@ def _watch(
                 raise ServeError(
                     f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
                 ) from error
-            home = home_of(supervisor) if isinstance(error, GetTimeoutError) else None
-            if home and now - waiting_since > HANG_DEADLINE_S:
+            if now - waiting_since > HANG_DEADLINE_S and has_spoken and isinstance(error, GetTimeoutError):
                 say("the supervisor hangs; ending it")
-                end(home)
-                home = None
-            if home is None:  # what is being started has as long from when it runs
-                waiting_since = now
+                ray.kill(supervisor, no_restart=False)
+                waiting_since = now  # its successor has as long
             continue
-        heard = waiting_since = time.monotonic()
+        has_spoken, heard = True, time.monotonic()
+        waiting_since = heard
         if status.failed:
             raise ServeError(status.failed)
         for trouble in status.troubles:
@@ -372,18 +369,16 @@ def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
 
 
 def _end_all(namespace: str) -> None:
-    """Kill every named actor of the namespace and wait until none is left, nor its process."""
+    """Kill every named actor of the namespace and wait until none is left."""
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
-    ended: list[Future[None]] = []
     while left := _named_actors(namespace):
         if time.monotonic() > deadline:
             names = ", ".join(sorted(actor["name"] for actor in left))
             raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")
         for actor in left:
             with suppress(ValueError):  # gone meanwhile
-                ended.append(end_actor(ray.get_actor(actor["name"], namespace=namespace)))
+                ray.kill(ray.get_actor(actor["name"], namespace=namespace))
         time.sleep(0.1)
-    wait(ended, timeout=CALL_DEADLINE_S)
 
 
 def _named_actors(namespace: str) -> list[dict[str, str]]:

@@ -36,10 +36,6 @@ class Process(Protocol):
         """Answers while its event loop turns, be it ready or not."""
         ...
 
-    def is_running(self) -> bool:
-        """Whether it has a place and lives there, as far as anybody but itself can tell."""
-        ...
-
     def kill(self) -> None:
         """It ends, even if it hangs."""
         ...
@@ -96,6 +92,7 @@ class Watched(Generic[P]):
         self._may_be_fatal = essential
         self.adopting = adopted is not None
         """It was left by an earlier supervisor, and has not said yet that it is ready."""
+        self._has_had_pulse = False
         if adopted is not None:
             self._begin(adopted)
 
@@ -137,6 +134,7 @@ class Watched(Generic[P]):
         self._process = process
         self._starting = _Call(process.start(), self._clock())
         self._pulse = _Call(process.pulse(), self._clock())
+        self._has_had_pulse = False
 
     def _check_start(self) -> None:
         call = self._starting
@@ -160,11 +158,12 @@ class Watched(Generic[P]):
             self._last_answer = self._clock()
 
     def _check_pulse(self) -> None:
-        """One that only waits for room somewhere is not hung, and its start says why it fails."""
+        """One of which nothing was ever heard waits for room somewhere. But if it was adopted it may hang."""
         assert self._process is not None and self._pulse is not None
-        now = self._clock()
+        now, is_felt = self._clock(), self._pulse.future.done()
+        self._has_had_pulse = self._has_had_pulse or is_felt
         if now - self._pulse.since > PULSE_DEADLINE_S:
-            if not self._pulse.future.done() and self._process.is_running():
+            if not is_felt and (self._has_had_pulse or self.adopting):
                 self._retry_later(TimeoutError(f"no sign of life within {PULSE_DEADLINE_S:.0f} s"))
             else:
                 self._pulse = _Call(self._process.pulse(), now)

@@ -1,8 +1,8 @@
-"""A process that is stopped hears nothing, not even `ray.kill`: it is ended from outside, and replaced."""
+"""A process that is stopped hears nothing. `ray.kill` has its node end it, and it is replaced."""
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import RayError
 
 from shoal.cluster.bench.two_nodes import another_node, on
-from shoal.cluster.ending import end_actor
 from tests.cluster.served import Served, wait_for
 from tests.cluster.test_failures import loads, pid, ready_engines
 from tests.cluster.test_serving import PROMPT, complete
@@ -53,20 +52,15 @@ class Process:
     def pid(self) -> int:
         return os.getpid()
 
-    def ends(self, others: Sequence[Any]) -> None:
-        for other in others:
-            end_actor(other).result(timeout=30)
-
 
 def test_one_on_another_node_is_ended_there_and_leaves_its_cpus(ray_address: str) -> None:
     with another_node(80 << 20) as there:
         actor: Any = ray.remote(Process)
-        here = actor.options(num_cpus=0, scheduling_strategy=on(ray.get_runtime_context().get_node_id()))
         all_there = actor.options(num_cpus=4, scheduling_strategy=on(there))
-        supervisor, stopped = here.remote(), all_there.remote()
+        stopped = all_there.remote()
         number = ray.get(stopped.pid.remote(), timeout=60)
         os.kill(number, signal.SIGSTOP)
-        ray.get(supervisor.ends.remote([stopped]), timeout=60)
+        ray.kill(stopped)
         wait_for(lambda: not is_alive(number), "it is ended")
         assert ray.get(all_there.remote().pid.remote(), timeout=60) != number
 

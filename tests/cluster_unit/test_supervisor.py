@@ -29,7 +29,6 @@ class FakeProcess:
         self.pings: list[Future[bool]] = []
         self.killed = False
         self.hangs = False
-        self.running = True
         self.told: list[object] = []
 
     def start(self) -> Future[Any]:
@@ -44,12 +43,9 @@ class FakeProcess:
 
     def pulse(self) -> Future[Any]:
         pulse: Future[Any] = Future()
-        if self.running and not self.hangs:
+        if not self.hangs:
             pulse.set_result(None)
         return pulse
-
-    def is_running(self) -> bool:
-        return self.running
 
     def kill(self) -> None:
         self.killed = True
@@ -123,6 +119,8 @@ class FakeLauncher:
     nodes: list[str] = field(default_factory=lambda: ["n"])
     """Of the engines, in turn."""
     failures: int = 0
+    room: int = 99
+    """For so many engines. The others are not heard of."""
 
     def engine(self, index: int) -> FakeEngine:
         if self.failures:
@@ -130,6 +128,7 @@ class FakeLauncher:
             raise RuntimeError("the name is still taken")
         name = f"engine-{index}-{len(self.engines)}"
         self.engines.append(an_engine(name, self.nodes[index % len(self.nodes)]))
+        self.engines[-1].hangs = index >= self.room
         return self.engines[-1]
 
     def router(self) -> FakeRouter:
@@ -286,10 +285,10 @@ def test_a_start_may_take_long_but_not_for_ever() -> None:
 
 
 def test_a_start_without_a_sign_of_life_is_ended_but_not_one_that_waits_for_room() -> None:
-    cluster = Cluster(num_engines=2)
+    cluster = Cluster(num_engines=2, launcher=FakeLauncher(room=1))
     cluster.tick()
     hung, waiting = cluster.launcher.engines
-    hung.hangs, waiting.running = True, False
+    hung.hangs = True
     for _ in range(2):  # the pulse of the first minute was felt before it hung
         cluster.tick(after_s=PULSE_DEADLINE_S + 0.1)
     assert (hung.killed, waiting.killed) == (True, False)
@@ -382,17 +381,19 @@ def test_a_restarted_supervisor_tells_nothing_until_it_knows_of_all_that_runs() 
 
 def test_who_does_not_answer_a_restarted_supervisor_is_left_out_after_a_while() -> None:
     launcher = left_by_another()
-    cluster = Cluster(num_ingresses=2, launcher=launcher)
     first, hung = launcher.to_adopt
+    hung.hangs = True
+    cluster = Cluster(num_ingresses=2, launcher=launcher)
     router = launcher.router_to_adopt
     assert router is not None
-    hung.hangs = True
     for process in (router, first, *launcher.ingresses_to_adopt.values()):
         process.become_ready()
     cluster.tick(after_s=ADOPTION_DEADLINE_S)
     assert router.told == []
     cluster.tick(after_s=0.5)
     assert router.told == [["engine-0-old"]]
+    cluster.tick(after_s=PULSE_DEADLINE_S)
+    assert (first.killed, hung.killed) == (False, True)
 
 
 def test_every_ingress_is_watched_by_itself_and_all_are_told_to_the_engines() -> None:
