@@ -66,7 +66,7 @@ def test_weights_that_are_gone_are_said_and_tried_again(ray_address: str, tmp_pa
         cluster.wait_until_ready()
 
 
-def test_actors_left_without_a_supervisor_are_ended_not_adopted(ray_address: str, checkpoint: Path) -> None:
+def test_57_actors_left_without_driver_and_supervisor_are_ended(ray_address: str, checkpoint: Path) -> None:
     with Served.start(checkpoint, ray_address) as first:
         first.wait_until_ready()
         first.process.kill()

@@ -337,6 +337,22 @@ def test_a_held_prefix_is_passed_over_once_where_some_16_times_as_much_was_place
     assert hits == [0, 384, 384, 384]
 
 
+def test_4_bursts_of_two_ingresses_are_placed_by_one_router_that_counts_both() -> None:
+    cluster = Cluster(A, B, C, D)
+    names = [f"{ingress}/{i}" for i in range(32) for ingress in ("ingress-0", "ingress-1")]
+    counts = Counter(cluster.place(tokens(i, 100), name=name).engine_id for i, name in enumerate(names, 1))
+    assert set(counts.values()) == {16}
+
+
+def test_6_to_be_told_again_who_is_well_forgets_no_request() -> None:
+    cluster = Cluster(A, B)
+    for i in range(1, 9):
+        cluster.place(tokens(i, 100), B, name=f"r{i}")
+    for _ in range(3):
+        cluster.members.set_engines(infos(A, B))
+        assert cluster.members.loads()[A] == 8
+
+
 def test_7_a_prompt_that_comes_again_goes_where_it_was() -> None:
     cluster = Cluster(A, B)
     placed = [cluster.serve(tokens(1, 200), name=f"r{i}") for i in range(3)]
