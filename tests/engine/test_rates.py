@@ -47,12 +47,12 @@ def test_a_link_that_was_slow_once_is_tried_again() -> None:
     now = 0.0
     rates = Rates(lambda: 500.0, lambda: now)
     rates.measure("other_store", 16 * MIB, 10.0)
-    rates.measure("own_store", 16 * MIB, FIXED_S["own_store"] + 16 * MIB / 4e9)
+    rates.measure("own_store", 160 * MIB, FIXED_S["own_store"] + 160 * MIB / 12e9)
     assert not rates.worth(512, 0, 16 * MIB)
     now += SLOW_S
     assert not rates.worth(512, 0, 16 * MIB)
     now += 3 * SLOW_S
     assert rates.worth(512, 0, 16 * MIB)
-    assert rates.bytes_per_s("own_store") == pytest.approx(4e9), "what is faster than believed stays"
+    assert rates.bytes_per_s("own_store") == pytest.approx(12e9), "what is faster than believed stays"
     rates.measure("other_store", 16 * MIB, 10.0)
     assert not rates.worth(512, 0, 16 * MIB), "and is found slow again"
