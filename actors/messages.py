@@ -134,6 +134,11 @@ class EngineRequest:
     """nor are so many of the prompt's logprobs."""
 
     @property
+    def has_begun(self) -> bool:
+        """Something of the answer was heard of an earlier attempt: its client waits for the rest of it."""
+        return bool(self.output_token_ids or self.num_prompt_logprobs)
+
+    @property
     def num_tokens(self) -> int:
         """That are there from the beginning."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
