@@ -124,7 +124,7 @@ class EngineRequest:
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
     priority: int = 0
-    """Lower is sooner; equal ones go by arrival."""
+    """Lower is sooner. Of equal ones those that have begun go first, the others by arrival."""
     sources: tuple[PrefixSource, ...] = ()
     """Where the router believes the prompt's blocks to be, beside the engine's own device."""
     output_token_ids: tuple[int, ...] = ()

@@ -203,6 +203,17 @@ def test_an_answer_that_has_begun_elsewhere_is_let_in_where_others_are_not() -> 
     assert bench.prompt_logprobs["is scored on"] == [logprob(5)]
 
 
+def test_an_answer_that_has_begun_elsewhere_does_not_wait_behind_those_that_have_not() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.submit(a_request("runs", [1, 2]))
+    bench.step()
+    bench.submit(a_request("new", [3]))
+    bench.submit(a_request("urgent", [4], priority=-1))
+    bench.submit(a_request("goes on", [5], output_token_ids=tuple(generate([5], 1))))
+    bench.finish()
+    assert list(bench.finished) == ["runs", "urgent", "goes on", "new"]
+
+
 def test_what_is_outstanding_is_named() -> None:
     bench = Bench(num_slots=3)
     bench.submit(a_request("a", list(range(9))))
