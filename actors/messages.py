@@ -124,7 +124,7 @@ class EngineRequest:
     cache_salt: str = ""
     """Only requests of one salt share cached prefixes."""
     priority: int = 0
-    """Lower is sooner; equal ones go by arrival."""
+    """Lower is sooner. Of equal ones those that have begun go first, the others by arrival."""
     sources: tuple[PrefixSource, ...] = ()
     """Where the router believes the prompt's blocks to be, beside the engine's own device."""
     output_token_ids: tuple[int, ...] = ()
@@ -132,6 +132,11 @@ class EngineRequest:
     the answer goes on behind it, drawn as if there had been one attempt. None of it is said again,"""
     num_prompt_logprobs: int = 0
     """nor are so many of the prompt's logprobs."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Something of the answer was heard of an earlier attempt: its client waits for the rest of it."""
+        return bool(self.output_token_ids or self.num_prompt_logprobs)
 
     @property
     def num_tokens(self) -> int:

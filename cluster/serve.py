@@ -257,13 +257,14 @@ def _listeners(first: HttpConfig, num: int) -> tuple[HttpConfig, ...]:
 def _free_ports(host: str, num: int) -> list[int]:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket(family)) for _ in range(num)]
         try:
+            probes = [stack.enter_context(socket.socket(family)) for _ in range(num)]
             for probe in probes:
                 probe.bind((host, 0))
         except OSError as error:
             reason = error.strerror or str(error)
-            raise ServeError(f"cannot listen on {host}: {reason}; choose --host") from error
+            fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
+            raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
         return [int(probe.getsockname()[1]) for probe in probes]
 
 

@@ -117,6 +117,11 @@ class Directory(Generic[H]):
             self._drop(holder, self._keys[holder])
             self._release_bit(holder)
 
+    @property
+    def cut(self) -> Set[H]:
+        """Of whom keys are left out now."""
+        return self._cut
+
     def take_cut(self) -> set[H]:
         """Of whom keys were left out, now that there is room again, for an eighth of all. Named once."""
         if 8 * self._num_entries > 7 * self._max_entries:

@@ -52,7 +52,7 @@ class Refusals:
         self, request: EngineRequest, num_requests: int, num_queued_tokens: int
     ) -> RequestError | None:
         """An answer that has begun elsewhere is let in: it was let in once."""
-        if request.output_token_ids:
+        if request.has_begun:
             return None
         if num_requests >= self._max_requests:
             message = f"the engine is full: {num_requests} requests run or wait"

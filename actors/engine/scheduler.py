@@ -15,7 +15,7 @@ from shoal.actors.engine.pools import Holding, Pools, blocks_needed
 from shoal.actors.engine.prefix_cache import PrefixCache
 from shoal.actors.engine.refusals import Refusals
 from shoal.actors.engine.saves import Saves
-from shoal.actors.engine.sequence import Sequence
+from shoal.actors.engine.sequence import Rank, Sequence
 from shoal.actors.engine.sharing import Hit, Sharing
 from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.transfers import Fallback, Fetch, FetchId, Piece, StoreView, TransferCounts
@@ -435,7 +435,7 @@ class Scheduler:
         self._deferred.release(sequence.give_up(), after_step=sequence.last_step)
 
 
-def _rank(sequence: Sequence) -> tuple[int, SequenceId]:
+def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
 
 

@@ -17,6 +17,10 @@ from shoal.actors.messages import (
 from shoal.kvstore.block_hash import BlockKey, extend_keys
 from shoal.kvstore.boundary import Resume
 
+Rank = tuple[int, bool, SequenceId]
+"""Who comes first: by priority; then those that have begun elsewhere, whose clients wait for a next word and
+not for a first one; then by arrival."""
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -38,8 +42,7 @@ class Sequence:
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as committed."""
     draw: Draw = field(init=False)
-    rank: tuple[int, SequenceId] = field(init=False)
-    """Who comes first: by priority, then by arrival."""
+    rank: Rank = field(init=False)
 
     num_drawing: int = 0
     num_planned: int = 0
@@ -78,7 +81,7 @@ class Sequence:
         request = self.request
         self.tokens = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_logprobs = request.num_prompt_logprobs
-        self.rank = (request.priority, self.sequence_id)
+        self.rank = (request.priority, not request.has_begun, self.sequence_id)
         self.sources = request.sources
         self.draw = Draw(
             sampling=request.sampling,

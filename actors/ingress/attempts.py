@@ -11,7 +11,8 @@ from shoal.actors.messages import EngineId, EngineRequest, ErrorKind, FinishReas
 from shoal.kvstore.block_hash import BlockKey, complete_keys, root_key
 
 MAX_LOSSES = 4
-"""Engines that were lost under one request in a row, without a token from any: it may be what kills them."""
+"""Engines that were lost under one request in a row, without a token from any: it may be what kills them. One
+that is lost twice was not killed."""
 
 RESUME_DEADLINE_S = 60.0
 """How long an answer that has begun may be without an engine, or without one that has room."""
@@ -50,7 +51,7 @@ class Attempts:
         self._received: list[int] = []
         self._num_scored = 0
         self._tried: frozenset[EngineId] = frozenset()
-        self._num_losses = 0
+        self._losses: frozenset[EngineId] = frozenset()
         self._lost_at: float | None = None
         """When the first of those was lost, or refused, of which nothing has been heard since."""
 
@@ -83,7 +84,7 @@ class Attempts:
 
     async def _next_place(self) -> Place | None:
         """None when no engine can take the request, or it has cost too many."""
-        if self._num_losses >= MAX_LOSSES:
+        if len(self._losses) >= MAX_LOSSES:
             return None
         while (place := await self._placer.place(self._request, self._block_keys, self._tried)) is None:
             if not self._has_begun or self._lost_at is None or _now() >= self._lost_at + RESUME_DEADLINE_S:
@@ -105,13 +106,14 @@ class Attempts:
         if chunk.token_ids or chunk.prompt_logprobs:
             self._received += chunk.token_ids
             self._num_scored += len(chunk.prompt_logprobs)
-            self._tried, self._num_losses, self._lost_at = frozenset(), 0, None
+            self._tried, self._losses, self._lost_at = frozenset(), frozenset(), None
         return chunk
 
     def _lose(self, engine_id: EngineId, failure: TokenChunk) -> None:
         """The next attempt goes on behind what was received."""
         self._tried |= {engine_id}
-        self._num_losses += _kind(failure) is ErrorKind.ENGINE_LOST
+        if _kind(failure) is ErrorKind.ENGINE_LOST:
+            self._losses |= {engine_id}
         self._lost_at = _now() if self._lost_at is None else self._lost_at
         self._request = replace(
             self._request,

@@ -87,7 +87,9 @@ class Link:
         return outstanding
 
     def remove(self) -> None:
+        """Its requests are told at once: a pump that has not begun yet would end without a word."""
         self._pump_task.cancel()
+        self._lose()
 
     async def _pump(self) -> None:
         try:
@@ -100,11 +102,14 @@ class Link:
         except RayError as error:
             logger.warning("%s is lost: %s", self.engine_id, type(error).__name__)
         finally:
-            self.lost = True
-            message = f"the stream of {self.engine_id} has ended"
-            for key, inbox in list(self._inboxes.items()):
-                inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
-                self.end(key, abort=True)  # the engine itself may live on
+            self._lose()
+
+    def _lose(self) -> None:
+        self.lost = True
+        message = f"the stream of {self.engine_id} has ended"
+        for key, inbox in list(self._inboxes.items()):
+            inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
+            self.end(key, abort=True)  # the engine itself may live on
 
 
 class Links:

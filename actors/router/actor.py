@@ -115,7 +115,7 @@ class RouterActor:
             metrics.gauge("shoal_router_members", "Engines and stores.", len(members.present))
             metrics.gauge(
                 "shoal_router_up_to_date",
-                "1 if every report of theirs was heard, else 0.",
+                "1 if every report of theirs was heard and kept, else 0.",
                 members.is_up_to_date,
             )
             metrics.gauge(

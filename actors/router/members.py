@@ -97,8 +97,10 @@ class Members:
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether all that those present have said has been heard. If not, hits may be overlooked."""
-        return all(self._feeds[holder].following for holder in self.present)
+        """Whether all that those present have said was heard, and kept. If not, hits may be overlooked."""
+        present = self.present
+        has_all = self.directory.cut.isdisjoint(present)
+        return has_all and all(self._feeds[holder].following for holder in present)
 
     def held(self) -> dict[Holder, frozenset[BlockKey]]:
         """What each engine and store is known to hold, if its reports are followed without a gap."""

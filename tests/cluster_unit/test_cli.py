@@ -48,6 +48,7 @@ def serve(*arguments: str) -> str:
         (["--engines", "0"], "--engines"),
         (["--ingresses", "0"], "--ingresses"),
         (["--port", "65534", "--ingresses", "3"], "--port 65534 leaves no room for --ingresses 3"),
+        (["--port", "0", "--ingresses", "30000"], "choose --host or lower --ingresses"),
     ],
 )
 def test_a_wrong_choice_is_one_line(checkpoint: str, flags: list[str], message: str) -> None:

@@ -6,7 +6,7 @@ from shoal.actors.engine.engine import MAX_FAILED_STEPS
 from shoal.actors.engine.scheduler import SchedulerConfig
 from shoal.actors.messages import ErrorKind, FinishReason, IngressId, RequestId
 from tests.engine.bench import Bench, a_request
-from tests.fake_runner import VOCABULARY, generate
+from tests.fake_runner import VOCABULARY, generate, logprob
 
 
 def test_one_request_from_prompt_to_limit() -> None:
@@ -196,9 +196,22 @@ def test_an_answer_that_has_begun_elsewhere_is_let_in_where_others_are_not() -> 
     bench.submit(a_request("new", [3]))
     drawn = generate([4], 2)
     bench.submit(a_request("goes on", [4], max_tokens=4, output_token_ids=tuple(drawn)))
+    bench.submit(a_request("is scored on", [5] * 4, prompt_logprobs=0, num_prompt_logprobs=2))
     assert list(bench.errors) == ["new"]
     bench.finish()
     assert drawn + bench.tokens["goes on"] == generate([4], 4)
+    assert bench.prompt_logprobs["is scored on"] == [logprob(5)]
+
+
+def test_an_answer_that_has_begun_elsewhere_does_not_wait_behind_those_that_have_not() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.submit(a_request("runs", [1, 2]))
+    bench.step()
+    bench.submit(a_request("new", [3]))
+    bench.submit(a_request("urgent", [4], priority=-1))
+    bench.submit(a_request("goes on", [5], output_token_ids=tuple(generate([5], 1))))
+    bench.finish()
+    assert list(bench.finished) == ["runs", "urgent", "goes on", "new"]
 
 
 def test_what_is_outstanding_is_named() -> None:

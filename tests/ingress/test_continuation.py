@@ -25,7 +25,7 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import extend_keys, root_key
 from tests.fake_runner import generate
-from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter
+from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter, Method, Ref
 from tests.ingress.test_streams import A, B, all_chunks, nobody_cares, only_error, run
 
 BLOCK_SIZE = 2
@@ -203,6 +203,24 @@ async def _bounded_losses() -> None:
 
 def test_a_request_that_kills_engines_is_given_up() -> None:
     run(_bounded_losses())
+
+
+async def _cannot_be_reached_for_a_while() -> None:
+    engine, streams, router = DrawingEngine(lives_for=4), some_streams(), FakeRouter(A)
+    await streams.introduce(router, {A: engine}, {})
+    answer = asyncio.ensure_future(all_chunks(streams, REQUEST, ()))
+    await asyncio.sleep(0.1)
+    submit, engine.submit = engine.submit, Method(lambda *_: Ref(ActorUnavailableError("a blip", None)))
+    for _ in range(2 * MAX_LOSSES):
+        await streams.introduce(router, {A: engine}, {})
+        await asyncio.sleep(RESUME_DEADLINE_S / 4 / MAX_LOSSES)
+    assert not answer.done()
+    engine.submit, engine.lives_for = submit, None
+    assert tokens_of(await answer) == generate(PROMPT, 9)
+
+
+def test_an_engine_that_is_lost_again_was_not_killed_by_its_request() -> None:
+    run(_cannot_be_reached_for_a_while())
 
 
 async def _the_others_are_full() -> None:

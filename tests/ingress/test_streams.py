@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.links import Inbox, Links
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     EngineId,
@@ -128,6 +129,23 @@ async def _a_broken_stream_is_opened_anew() -> None:
 
 def test_a_stream_that_breaks_while_its_engine_lives_is_opened_anew() -> None:
     run(_a_broken_stream_is_opened_anew())
+
+
+async def _named_and_no_longer_named_in_one_turn() -> None:
+    links = Links(IngressId("i"))
+
+    async def submitted() -> Inbox:
+        link = await links.find(A)
+        assert link is not None
+        return await link.submit(REQUEST)
+
+    told = links.introduce({A: FakeEngine()}), submitted(), links.introduce({})
+    _, inbox, _ = await asyncio.gather(*told)
+    assert only_error([await inbox.get()]) is ErrorKind.ENGINE_LOST
+
+
+def test_a_link_that_is_removed_before_its_stream_is_opened_loses_its_requests_all_the_same() -> None:
+    run(_named_and_no_longer_named_in_one_turn())
 
 
 async def _nobody_to_ask() -> None:
