@@ -1,11 +1,12 @@
 """How requests that share prefixes spread over real engines: `python -m tests.bench.spread [--engines 2 4]`.
 
-`shoal serve` with SmolLM2, engines of one thread, on one node with its store. Three plays on each cluster:
+`shoal serve` with SmolLM2, engines of one thread, on one node with its store. Four plays on each cluster:
 
 - a burst of 64 at once over 8 prefixes of 1,024 tokens that nobody has seen. The first of each prefix can hit
   nothing; ideally all others hit all of it;
 - the same over 8 prefixes that were asked for once before. Ideally all hit;
-- 100 requests behind one prefix of 256 tokens, each awaited before the next.
+- a burst of 64 behind one new prefix of 256 tokens, which is all of the work at first;
+- 100 requests behind another of 256 tokens, each awaited before the next.
 
 Where requests are is asked of the router all the while: it counts what it has placed until the engine reports
 the arrival, and then what the engine reports to run and wait there. Hits are what `usage` says.
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Event
 
-from shoal.cluster.bench.serve.client import Reply
+from shoal.cluster.bench.serve.client import Failure, Reply
 from shoal.cluster.bench.serve.load import Record
 from shoal.cluster.bench.serve.run import ServeBenchConfig, run_bench
 from shoal.cluster.bench.serve.workload import Lengths, WorkloadConfig
@@ -62,6 +63,7 @@ _BURST = Play(name="burst, new prefixes", num_requests=64, at_once=64, num_prefi
 PLAYS = (
     _BURST,
     replace(_BURST, name="burst, known prefixes", is_known=True),
+    Play(name="burst, one new prefix", num_requests=64, at_once=64, num_prefixes=1, prefix_tokens=256),
     Play(name="one at a time", num_requests=100, at_once=1, num_prefixes=1, prefix_tokens=256),
 )
 
@@ -108,6 +110,10 @@ class Outcome:
         )
 
 
+FIGURES = ("over_mean", "on_one", "hit_share", "is_as_wanted")
+"""Of an outcome, beside its fields."""
+
+
 def play_on(served: Served, play: Play, seed: int) -> Outcome:
     """As `shoal bench serve` does it. Exits with a line if a request fails."""
     config = ServeBenchConfig(
@@ -129,7 +135,8 @@ def play_on(served: Served, play: Play, seed: int) -> Outcome:
         records = run_bench(config, on_stage=lambda _: None, on_record=lambda _: None).load.records
     replies = [record.outcome for record in records if isinstance(record.outcome, Reply)]
     if len(replies) < play.num_requests:
-        sys.exit(f"error: {[r.outcome for r in records if not isinstance(r.outcome, Reply)][:1]}")
+        failures = [record.outcome for record in records if isinstance(record.outcome, Failure)]
+        sys.exit(f"error: {play.name}: {len(failures)} requests failed; {failures[:1]}")
     return Outcome(
         play=play,
         by_engine=in_flight(samples) if play.at_once > 1 else placed(records, samples),
@@ -210,10 +217,7 @@ def main() -> None:
                 for seed, play in enumerate(PLAYS):
                     outcome = play_on(served, play, seed)
                     print(f"{num_engines} engines, {outcome}", flush=True)
-                    rows.append(
-                        asdict(outcome)
-                        | {"hit_share": outcome.hit_share, "is_as_wanted": outcome.is_as_wanted}
-                    )
+                    rows.append(asdict(outcome) | {name: getattr(outcome, name) for name in FIGURES})
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=2) + "\n")
     sys.exit(not all(row["is_as_wanted"] for row in rows))
