@@ -334,7 +334,8 @@ class Scheduler:
 
     def _admit(self, before: Sequence | None) -> Sequence | None:
         """Start the first that waits if it fits, and comes before `before`. One that must go on waiting holds
-        back those behind it, but for what is on its way to it.
+        back those behind it, but for what is on its way to it. A hit that grows by a step in flight is waited
+        for: requests that arrive together would else each compute what they share, as far as a step reaches.
 
         A block for each running sequence stays available, so that an arrival is not preempted at once.
         """
@@ -348,7 +349,7 @@ class Scheduler:
             if sequence.num_drawing:  # preempted in a step whose token is not known yet
                 return None
             hit = self._sharing.hit(sequence)
-            if not self._fits(sequence, hit):
+            if self._sharing.is_growing(sequence, hit, self._running) or not self._fits(sequence, hit):
                 return None
             if not (sequence.may_fetch and self._fetches.begin(sequence)):
                 return self._start(sequence, hit)

@@ -1,5 +1,6 @@
 """What sequences take from the prefix cache, and what they give to it."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Series
 from dataclasses import dataclass
 
@@ -50,6 +51,19 @@ class Sharing:
         block_size = self._pools.block_size
         keys = sequence.block_keys(0, sequence.num_skippable // block_size, block_size)
         return find_hit(self._cache, self._rule, keys)
+
+    def is_growing(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence]) -> bool:
+        """Whether a step that is planned, but not committed, computes the next block of it for another."""
+        block_size, i = self._pools.block_size, hit.num_matched
+        if i >= sequence.num_skippable // block_size:
+            return False
+        key = sequence.block_keys(i, i + 1, block_size)
+        return any(
+            other.may_share
+            and other.num_shared_blocks <= i < min(other.num_planned, len(other.tokens)) // block_size
+            and other.block_keys(i, i + 1, block_size) == key
+            for other in running
+        )
 
     def admit(self, sequence: Sequence, hit: Hit, *, first_step: int) -> None:
         """Give a sequence what it needs to run, and the cached prefix to build upon."""

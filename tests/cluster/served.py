@@ -29,7 +29,7 @@ READY_DEADLINE_S = 120.0
 
 
 @contextmanager
-def private_ray() -> Iterator[str]:
+def private_ray(*, object_store_bytes: int = 200 << 20) -> Iterator[str]:
     """A Ray of one node that ends with the block; yields its address."""
     os.environ["PYTHONPATH"] = str(ROOT / ".src")  # for Ray's workers, where shoal is not installed
     directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
@@ -37,7 +37,7 @@ def private_ray() -> Iterator[str]:
         address="local",
         num_cpus=8,
         include_dashboard=False,
-        object_store_memory=200 << 20,
+        object_store_memory=object_store_bytes,
         log_to_driver=False,
         _temp_dir=directory,
     )

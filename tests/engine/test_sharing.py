@@ -1,9 +1,11 @@
 """What requests get out of the prefix cache, and in which order they are served."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from shoal.actors.engine.engine import Engine
 from shoal.actors.messages import EngineRequest, ErrorKind, RequestId, TokenChunk
 from tests.engine.bench import INGRESS, Bench, a_request
 from tests.fake_runner import generate, logprob
@@ -92,10 +94,38 @@ def test_a_hit_that_would_leave_too_little_for_the_rest_waits() -> None:
     assert bench.drained()
 
 
+def test_2_those_who_arrive_together_compute_what_they_share_once() -> None:
+    bench = Bench(num_blocks=40)
+    prompts = {name: [*PROMPT[:8], ord(name), 1] for name in "abcd"}
+    for name, prompt in prompts.items():
+        bench.submit(a_request(name, prompt))
+    assert bench.step() == [(0, 10)], "the others wait for it, whatever room the step has"
+    assert bench.step() == [(10, 1)], "which is in flight"
+    assert bench.step() == [(11, 1), (8, 2), (8, 2), (8, 2)]
+    bench.finish()
+    assert bench.cached == {"a": 0, "b": 8, "c": 8, "d": 8}
+    assert bench.tokens == {name: generate(prompt, 3) for name, prompt in prompts.items()}
+    assert bench.drained()
+
+
+@pytest.mark.parametrize("end", [lambda e: e.abort(RequestId("a"), 1), lambda e: e.reset_prefix_cache()])
+def test_who_waits_for_what_never_comes_computes_it(end: Callable[[Engine], object]) -> None:
+    bench = Bench()
+    for name in "ab":
+        bench.submit(a_request(name, PROMPT))
+    assert bench.step() == [(0, 10)]
+    end(bench.engine)
+    assert (0, 10) in bench.step()
+    bench.finish()
+    assert bench.cached["b"] == 0
+    assert bench.tokens["b"] == generate(PROMPT, 3)
+    assert bench.drained()
+
+
 def test_two_that_compute_the_same_at_once_end_up_on_one_copy() -> None:
     bench = Bench(max_num_batched_tokens=20)
-    for name in "ab":
-        bench.submit(a_request(name, PROMPT, max_tokens=6))
+    bench.submit(a_request("a", PROMPT, max_tokens=6))
+    bench.submit(a_request("b", PROMPT, max_tokens=6, prompt_logprobs=0))  # needs every row
     bench.step()
     assert bench.pools.blocks.num_free == 19 - 3 - 3
     bench.step()
@@ -146,8 +176,8 @@ def test_the_engine_reports_what_its_cache_holds() -> None:
 
 def test_work_that_stands_before_a_new_request() -> None:
     bench = Bench(max_num_batched_tokens=8)
-    for name in "ab":
-        bench.submit(a_request(name, list(range(10))))
+    for first in (0, 50):
+        bench.submit(a_request(f"from {first}", list(range(first, first + 10))))
     assert bench.engine.uncomputed_tokens == 20
     bench.step()
     assert bench.engine.uncomputed_tokens == 12
