@@ -16,8 +16,8 @@ SLOW_S = 15.0
 over one that was slow once would else never be worth it again, and so it would never be measured again."""
 
 FIRST_BYTES_PER_S: dict[Place, float] = {"own_store": 10e9, "other_store": 3e9}
-"""Believed until something has been measured: a machine's memory, and a network of 25 Gbit/s. Rather too much:
-an engine that computes faster than it believes to fetch would never fetch, and never find out."""
+"""Believed until something has been measured: a machine's memory, and a network of 25 Gbit/s. Rather too
+much: an engine that computes faster than it believes to fetch would never fetch, and never find out."""
 
 
 class Rate:
