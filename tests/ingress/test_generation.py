@@ -48,6 +48,8 @@ class Recorded:
     def __init__(self, *speeches: Sequence[Item]) -> None:
         self.speeches = speeches
         self.open_prompts: set[int] = set()
+        self.begun: list[bool] = []
+        """What it was told before each chunk."""
 
     @asynccontextmanager
     async def open(
@@ -55,17 +57,21 @@ class Recorded:
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         [prompt] = request.prompt_token_ids
         self.open_prompts.add(prompt)
         try:
-            yield self._speak(self.speeches[prompt])
+            yield self._speak(self.speeches[prompt], has_begun)
         finally:
             self.open_prompts.remove(prompt)
 
-    async def _speak(self, speech: Sequence[Item]) -> AsyncIterator[TokenChunk]:
+    async def _speak(
+        self, speech: Sequence[Item], has_begun: Callable[[], bool]
+    ) -> AsyncIterator[TokenChunk]:
         for item in speech:
             if isinstance(item, TokenChunk):
+                self.begun.append(has_begun())
                 yield item
             await asyncio.sleep(item if isinstance(item, float) else 0.001)
 
@@ -113,6 +119,12 @@ class Listening:
                 self.times.append(round(now() - deadline.arrived, 2))
                 if len(self.heard) == at_most:
                     return
+
+
+def test_an_answer_has_begun_when_one_of_its_choices_has() -> None:
+    first, second = chunk("alpha", FinishReason.LENGTH), chunk("beta", FinishReason.LENGTH)
+    listening = Listening(Recorded([1.0, first], [2.0, second])).listen()
+    assert listening.dispatcher.begun == [False, True]
 
 
 def test_the_request_is_closed_before_its_last_words_are_passed_on() -> None:
