@@ -48,7 +48,7 @@ async def text_deltas(
     """
 
     def has_begun() -> bool:
-        return any(choice.has_begun for choice in choices)
+        return any(choice.was_heard for choice in choices)
 
     inbox: Inbox = asyncio.Queue()
     watch = _Watch(inbox, deadline)

@@ -13,7 +13,14 @@ from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import CachedTokens, EngineRequest, FinishReason, RequestId, TokenChunk
+from shoal.actors.messages import (
+    CachedTokens,
+    EngineRequest,
+    FinishReason,
+    RequestId,
+    TokenChunk,
+    TokenLogprob,
+)
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
@@ -122,9 +129,10 @@ class Listening:
 
 
 def test_an_answer_has_begun_when_one_of_its_choices_has() -> None:
-    first, second = chunk("alpha", FinishReason.LENGTH), chunk("beta", FinishReason.LENGTH)
-    listening = Listening(Recorded([1.0, first], [2.0, second])).listen()
-    assert listening.dispatcher.begun == [False, True]
+    scored = replace(chunk(""), prompt_logprobs=(TokenLogprob(logprob=-1.0),))
+    dispatcher = Recorded([1.0, scored, 3.0, chunk("alpha")], [2.0, chunk("beta"), 3.0, chunk("gamma")])
+    listening = Listening(dispatcher).listen(at_most=3)
+    assert listening.dispatcher.begun == [False, True, True], "be it only with its prompt's logprobs"
 
 
 def test_the_request_is_closed_before_its_last_words_are_passed_on() -> None:
