@@ -28,7 +28,8 @@ class Attempts:
     prompt and draws what follows. So the death of an engine is a pause: nothing is said twice, nothing lost.
 
     A request that nobody has said anything of yet is tried at once on each engine once, and if none takes it
-    its client hears so: it may have other places to go. An answer that has begun has not, so it waits.
+    its client hears so: it may have other places to go. An answer that has begun has not, so it waits, with
+    all its choices: a failure of one would end the others.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Attempts:
         placer: Placer,
         links: Links,
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
         block_size: int,
     ) -> None:
         self._request = request  # of the latest attempt
@@ -46,6 +48,7 @@ class Attempts:
         self._placer = placer
         self._links = links
         self._placed = placed
+        self._answer_has_begun = has_begun
         self._block_size = block_size
         self._link: Link | None = None  # where that attempt lives
         self._received: list[int] = []
@@ -80,7 +83,7 @@ class Attempts:
 
     @property
     def _has_begun(self) -> bool:
-        return bool(self._received or self._num_scored)
+        return bool(self._received or self._num_scored) or self._answer_has_begun()
 
     async def _next_place(self) -> Place | None:
         """None when no engine can take the request, or it has cost too many."""

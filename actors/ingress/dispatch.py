@@ -37,13 +37,15 @@ class Dispatcher(Protocol):
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
     ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
         """The request's chunks, ending with the one that has a finish_reason. The attempt is only the first:
         where an engine is lost another goes on, and the chunks as if there had been one. Each attempt's first
         chunk with a token says how much of prompt and answer was cached for it.
 
         The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
-        `placed` is called for each attempt, before its first chunk.
+        `placed` is called for each attempt, before its first chunk. `has_begun`: whether the answer that the
+        request is part of has; then it waits for an engine where it would be told to come again.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
         Leaving the context before the last chunk aborts the request on its engine.
         """

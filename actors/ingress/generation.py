@@ -46,12 +46,16 @@ async def text_deltas(
     abort what has not finished. If one choice fails so do the others: raises ApiError, also at the deadline.
     `placed` hears of each placement of any of them.
     """
+
+    def has_begun() -> bool:
+        return any(choice.was_heard for choice in choices)
+
     inbox: Inbox = asyncio.Queue()
     watch = _Watch(inbox, deadline)
     listeners = [
         asyncio.create_task(
             _listen(
-                dispatcher.open(choice.asked.request, choice.asked.block_keys, placed),
+                dispatcher.open(choice.asked.request, choice.asked.block_keys, placed, has_begun),
                 index,
                 choice,
                 ChoiceMeter(metrics, deadline.arrived),

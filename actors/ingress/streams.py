@@ -86,6 +86,7 @@ class EngineStreams:
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
     ) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
         attempts = Attempts(
             request,
@@ -93,6 +94,7 @@ class EngineStreams:
             placer=self._placer,
             links=self._links,
             placed=placed,
+            has_begun=has_begun,
             block_size=self._block_size,
         )
         try:

@@ -43,6 +43,8 @@ class Transcript:
         self._cached_tokens: CachedTokens | None = None
         self.has_begun = False
         """An engine has drawn a token: its prompt is computed, or was cached."""
+        self.was_heard = False
+        """An engine has said something of it, be it only of its prompt."""
 
     @property
     def usage(self) -> Usage:
@@ -52,6 +54,7 @@ class Transcript:
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""
         self.has_begun |= bool(chunk.token_ids)
+        self.was_heard |= bool(chunk.token_ids or chunk.prompt_logprobs)
         self._cached_tokens = self._cached_tokens or chunk.cached_tokens  # the first attempt's
         texts: list[str] = []
         tokens: list[ScoredToken] = []

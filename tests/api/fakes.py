@@ -94,6 +94,7 @@ class FakeDispatcher:
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         self.opened.append(request)
         for by in self.script.placed_by:

@@ -26,7 +26,7 @@ from shoal.actors.messages import (
 from shoal.kvstore.block_hash import extend_keys, root_key
 from tests.fake_runner import generate
 from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter, Method, Ref
-from tests.ingress.test_streams import A, B, all_chunks, nobody_cares, only_error, run
+from tests.ingress.test_streams import A, B, all_chunks, nobody_cares, not_yet, only_error, run
 
 BLOCK_SIZE = 2
 PROMPT = (1, 2, 3)
@@ -117,7 +117,7 @@ async def _an_engine_that_revives() -> None:
     hung.say(5)
     hung.answer.append(ActorUnavailableError("a blip of the network", None))
     next_one.say(6, attempt=2)
-    async with streams.open(REQUEST, (), nobody_cares) as chunks:
+    async with streams.open(REQUEST, (), nobody_cares, not_yet) as chunks:
         assert (await anext(chunks)).token_ids == (5,)
         assert (await anext(chunks)).token_ids == (6,)
         await streams.introduce(FakeRouter(A, B), {A: hung, B: next_one}, {})
@@ -166,6 +166,21 @@ async def _waits_for_an_engine() -> None:
 
 def test_an_answer_that_has_begun_waits_for_the_next_engine() -> None:
     run(_waits_for_an_engine())
+
+
+async def _another_choice_has_begun() -> None:
+    streams, router = some_streams(), FakeRouter(A)
+    await streams.introduce(router, {A: DrawingEngine(lives_for=0)}, {})
+    answer = asyncio.ensure_future(all_chunks(streams, REQUEST, (), nobody_cares, lambda: True))
+    await asyncio.sleep(RESUME_DEADLINE_S / 2)
+    assert not answer.done()
+    router.engines = (B,)
+    await streams.introduce(router, {B: DrawingEngine()}, {})
+    assert tokens_of(await answer) == generate(PROMPT, 9)
+
+
+def test_a_choice_that_has_not_begun_waits_too_where_its_answer_has() -> None:
+    run(_another_choice_has_begun())
 
 
 async def _nobody_comes() -> None:

@@ -13,7 +13,14 @@ from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import CachedTokens, EngineRequest, FinishReason, RequestId, TokenChunk
+from shoal.actors.messages import (
+    CachedTokens,
+    EngineRequest,
+    FinishReason,
+    RequestId,
+    TokenChunk,
+    TokenLogprob,
+)
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
@@ -48,6 +55,8 @@ class Recorded:
     def __init__(self, *speeches: Sequence[Item]) -> None:
         self.speeches = speeches
         self.open_prompts: set[int] = set()
+        self.begun: list[bool] = []
+        """What it was told before each chunk."""
 
     @asynccontextmanager
     async def open(
@@ -55,17 +64,21 @@ class Recorded:
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         [prompt] = request.prompt_token_ids
         self.open_prompts.add(prompt)
         try:
-            yield self._speak(self.speeches[prompt])
+            yield self._speak(self.speeches[prompt], has_begun)
         finally:
             self.open_prompts.remove(prompt)
 
-    async def _speak(self, speech: Sequence[Item]) -> AsyncIterator[TokenChunk]:
+    async def _speak(
+        self, speech: Sequence[Item], has_begun: Callable[[], bool]
+    ) -> AsyncIterator[TokenChunk]:
         for item in speech:
             if isinstance(item, TokenChunk):
+                self.begun.append(has_begun())
                 yield item
             await asyncio.sleep(item if isinstance(item, float) else 0.001)
 
@@ -113,6 +126,13 @@ class Listening:
                 self.times.append(round(now() - deadline.arrived, 2))
                 if len(self.heard) == at_most:
                     return
+
+
+def test_an_answer_has_begun_when_one_of_its_choices_has() -> None:
+    scored = replace(chunk(""), prompt_logprobs=(TokenLogprob(logprob=-1.0),))
+    dispatcher = Recorded([1.0, scored, 3.0, chunk("alpha")], [2.0, chunk("beta"), 3.0, chunk("gamma")])
+    listening = Listening(dispatcher).listen(at_most=3)
+    assert listening.dispatcher.begun == [False, True, True], "be it only with its prompt's logprobs"
 
 
 def test_the_request_is_closed_before_its_last_words_are_passed_on() -> None:

@@ -48,13 +48,18 @@ def nobody_cares(by: PlacedBy) -> None:
     pass
 
 
+def not_yet() -> bool:
+    return False
+
+
 async def all_chunks(
     streams: EngineStreams,
     request: EngineRequest = REQUEST,
     keys: tuple[BlockKey, ...] = KEYS,
     placed: Callable[[PlacedBy], None] = nobody_cares,
+    has_begun: Callable[[], bool] = not_yet,
 ) -> list[TokenChunk]:
-    async with streams.open(request, keys, placed) as chunks:
+    async with streams.open(request, keys, placed, has_begun) as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -86,7 +91,7 @@ async def _leaving_early_aborts() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(5)
-    async with streams.open(REQUEST, KEYS, nobody_cares) as chunks:
+    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
         await anext(chunks)
     ((request_id, attempt, submit),) = engine.aborted
     assert (request_id, attempt) == ("r", 1)
@@ -240,7 +245,7 @@ async def _leaving_the_second_attempt() -> None:
     await streams.introduce(FakeRouter(A, B), {A: full, B: busy}, {})
     full.fail(ErrorKind.OVERLOADED)
     busy.say(5, attempt=2)
-    async with streams.open(REQUEST, KEYS, nobody_cares) as chunks:
+    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
         await anext(chunks)
     assert full.aborted == []
     assert [aborted[:2] for aborted in busy.aborted] == [("r", 2)]
@@ -303,7 +308,8 @@ async def _a_router_that_is_away(error: Exception | Never) -> None:
     streams, router = EngineStreams(IngressId("i"), BLOCK_SIZE), FakeRouter(A)
     await streams.introduce(router, {A: busy, B: idle}, {})
     idle.say(7, end=FinishReason.LENGTH)
-    async with streams.open(replace(REQUEST, request_id=RequestId("another")), KEYS, nobody_cares) as chunks:
+    another = replace(REQUEST, request_id=RequestId("another"))
+    async with streams.open(another, KEYS, nobody_cares, not_yet) as chunks:
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.01)
         assert len(busy.submitted) == 1
@@ -419,7 +425,7 @@ async def _what_is_outstanding() -> None:
     streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), engines, {StoreId("s"): store})
     engines[A].say(5)
-    async with streams.open(REQUEST, KEYS, lambda _: None) as chunks:
+    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
         await anext(chunks)
         during = await streams.outstanding()
         assert during["i"] == Outstanding(counts={"inboxes": 1, "submits": 1, "lost_links": 0})
