@@ -51,7 +51,7 @@ class EngineView:
         """Of all notes: to sum them up for each placement would cost a burst its square."""
         self.expected: OrderedDict[BlockKey, float] = OrderedDict()  # since when
         """Blocks that will be here, though no report has said so yet."""
-        self._recent_tokens, self._recent_at = 0.0, 0.0
+        self._recent_tokens, self._recent_computed, self._recent_at = 0.0, 0.0, 0.0
 
     @property
     def num_requests(self) -> int:
@@ -75,9 +75,10 @@ class EngineView:
         conviction = recent_tokens / (recent_tokens + CONVINCING_TOKENS)
         return tokens, fastest + (self.tokens_per_s - fastest) * conviction
 
-    def recent_tokens(self, now: float) -> float:
-        """Work that was placed here, faded."""
-        return self._recent_tokens * math.exp((self._recent_at - now) / RECENT_S)
+    def recent(self, now: float) -> tuple[float, float]:
+        """Work that was placed here, faded: all tokens; those of prompts, which are no guess."""
+        kept = math.exp((self._recent_at - now) / RECENT_S)
+        return self._recent_tokens * kept, self._recent_computed * kept
 
     def report(self, report: EngineReport) -> None:
         for key in report.received:
@@ -103,7 +104,9 @@ class EngineView:
         self._noted_tokens += computed_tokens
         for block_key in request.block_keys[num_held:]:
             self.expected.setdefault(block_key, now)
-        self._recent_tokens = self.recent_tokens(now) + computed_tokens + OUTPUT_TOKENS
+        recent_tokens, recent_computed = self.recent(now)
+        self._recent_tokens = recent_tokens + computed_tokens + OUTPUT_TOKENS
+        self._recent_computed = recent_computed + computed_tokens
         self._recent_at = now
 
     def forget_old(self, now: float) -> None:

@@ -43,10 +43,11 @@ class CheapestEngine:
 
     def choose(self, engines: Sequence[EngineView], outlook: Outlook, now: float) -> EngineView:
         fastest = max(engine.tokens_per_s for engine in engines) or UNMEASURED_TOKENS_PER_S
-        recent = [engine.recent_tokens(now) for engine in engines]
-        weight = COMPUTE_WEIGHT / (1 - _load(engines, recent, fastest))
+        recent = [engine.recent(now) for engine in engines]
+        recent_computed = sum(computed for _, computed in recent)
+        weight = COMPUTE_WEIGHT / (1 - _load(engines, recent_computed, fastest))
         chosen, lowest = engines[0], (math.inf, 0)
-        for engine, recent_tokens in zip(engines, recent, strict=True):
+        for engine, (recent_tokens, _) in zip(engines, recent, strict=True):
             standing, tokens_per_s = engine.standing(recent_tokens, fastest)
             if standing / tokens_per_s > lowest[0]:
                 continue  # whatever it holds: of many engines most are passed over here
@@ -59,10 +60,10 @@ class CheapestEngine:
         return chosen
 
 
-def _load(engines: Sequence[EngineView], recent: Sequence[float], fastest: float) -> float:
-    """The share of the time for which engines compute, by what was placed lately."""
+def _load(engines: Sequence[EngineView], recent_computed: float, fastest: float) -> float:
+    """The share of the time for which engines compute prompts, by what was placed lately."""
     tokens_per_s = sum(engine.tokens_per_s or fastest for engine in engines)
-    return min(MAX_LOAD, sum(recent) / (RECENT_S * tokens_per_s))
+    return min(MAX_LOAD, recent_computed / (RECENT_S * tokens_per_s))
 
 
 class RoundRobin:

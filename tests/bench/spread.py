@@ -190,13 +190,13 @@ def _in_order(counts: Mapping[str, int]) -> tuple[int, ...]:
 
 
 @contextmanager
-def cluster(num_engines: int, address: str) -> Iterator[Served]:
+def cluster(num_engines: int, address: str, store_memory: str) -> Iterator[Served]:
     flags = ("--threads", "1", "--memory", "1.5GiB", "--max-model-len", "2048")
-    more = ("--max-num-seqs", "64", "--block-size", "128")
+    more = ("--max-num-seqs", "64", "--block-size", "128", "--kv-store-memory", store_memory)
     with Served.start(smollm2(), address, *flags, *more, engines=num_engines) as served:
         served.wait_until_ready()
         wait_for(
-            lambda: len(loads(served)) == num_engines and served.store_names(),
+            lambda: len(loads(served)) == num_engines and (store_memory == "0" or served.store_names()),
             "all engines and the store",
             within_s=START_DEADLINE_S,
         )
@@ -208,12 +208,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--kv-store-memory", default="1GiB", help="as of shoal serve; 0 is no store")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     with private_ray(object_store_bytes=OBJECT_STORE_BYTES) as address:
         for num_engines in args.engines:
-            with cluster(num_engines, address) as served:
+            with cluster(num_engines, address, args.kv_store_memory) as served:
                 for seed, play in enumerate(PLAYS):
                     outcome = play_on(served, play, seed)
                     print(f"{num_engines} engines, {outcome}", flush=True)

@@ -305,6 +305,19 @@ def test_1_one_request_at_a_time_does_not_follow_a_short_prefix_for_ever() -> No
     assert sum(placement.expected_hit_tokens == 96 for placement in placed) >= 98
 
 
+def test_1_nor_does_it_while_many_short_requests_are_remembered() -> None:
+    """Each is counted to draw 128 tokens, but nobody knows that it does: it is no load."""
+    cluster = Cluster(A, B)
+    for engine in cluster.engines.values():
+        engine.tokens_per_s = 350.0
+    for i in range(128):
+        cluster.serve(tokens(200 + i, 32), name=f"short{i}", takes_s=0.1)
+    system = tokens(1, 256)
+    placed = [cluster.serve(system + tokens(i, 32), name=f"r{i}", takes_s=0.17) for i in range(2, 102)]
+    counts = Counter(placement.engine_id for placement in placed)
+    assert max(counts.values()) <= 70, counts
+
+
 def test_1_a_conversation_stays_where_it_is_while_the_cluster_idles() -> None:
     cluster = Cluster(A, B)
     places = [cluster.serve(tokens(1, 400 * i), name=f"turn{i}", takes_s=20.0) for i in range(1, 11)]
@@ -320,11 +333,11 @@ def test_2_a_hot_prefix_spreads_and_is_still_hit() -> None:
     assert sum(placement.expected_hit_tokens for placement in placed) >= 0.8 * 63 * 256
 
 
-def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_35_requests() -> None:
+def test_2_a_burst_with_one_long_new_prefix_takes_another_engine_for_every_34_requests() -> None:
     """By then their rows slow each other down by more than it costs to compute 3,968 tokens once more."""
     cluster = Cluster(*(EngineId(f"engine-{i}") for i in range(64)))
     counts = Counter(cluster.where(tokens(1, 3968) + tokens(i, 32)) for i in range(2, 258))
-    assert (len(counts), max(counts.values())) == (8, 35)
+    assert (len(counts), max(counts.values())) == (8, 34)
 
 
 def test_a_held_prefix_is_passed_over_once_where_some_16_times_as_much_was_placed_lately() -> None:
