@@ -177,7 +177,8 @@ class TokenChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBatch:
-    """All that one engine step says to one ingress: one item of their multiplexed stream."""
+    """All that one engine step says to one ingress: one item of their multiplexed stream, which an empty one
+    opens."""
 
     chunks: tuple[TokenChunk, ...]
 

@@ -163,12 +163,14 @@ class EngineActor:
     async def stream(self, ingress_id: IngressId) -> AsyncIterator[TokenBatch]:
         """Every chunk for one ingress, until the engine ends or the ingress streams anew.
 
-        A request may arrive before its ingress's first stream does: Ray keeps no order between the two.
+        An empty batch comes first. What is submitted behind it is answered on this stream. Ray keeps no order
+        between the two calls, and one that another takes the place of may still swallow what it is given.
         """
         if self._outboxes[ingress_id].streamed:
             self._outboxes.pop(ingress_id).put_nowait(None)
         outbox = self._outboxes[ingress_id]
         outbox.streamed = True
+        yield TokenBatch(chunks=())
         while (batch := await outbox.get()) is not None:
             yield batch
 

@@ -45,6 +45,8 @@ class Link:
         self._ingress_id = ingress_id
         self._inboxes: dict[Key, Inbox] = {}
         self._submits: dict[Key, Any] = {}
+        self._is_open = asyncio.Event()
+        """The engine speaks on this stream, and no more on one that we had before; or it is lost."""
         self._pump_task = asyncio.create_task(self._pump())
 
     @property
@@ -61,8 +63,12 @@ class Link:
         """Where its chunks arrive, also the one that says that it could not be submitted."""
         key = (request.request_id, request.attempt)
         self._inboxes[key] = inbox = Inbox()
-        self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
         try:
+            async with asyncio.timeout(CALL_DEADLINE_S):
+                await self._is_open.wait()
+            if self.lost:  # the inbox has heard of it
+                return inbox
+            self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
             await within(CALL_DEADLINE_S, submit)
         except (RayError, TimeoutError) as error:
             self.end(key, abort=True)  # it may have arrived all the same
@@ -95,6 +101,7 @@ class Link:
         try:
             async for item in self._actor.stream.remote(self._ingress_id):
                 batch: TokenBatch = await item
+                self._is_open.set()
                 for chunk in batch.chunks:
                     inbox = self._inboxes.get((chunk.request_id, chunk.attempt))
                     if inbox is not None:  # else aborted, or an attempt that was given up
@@ -106,6 +113,7 @@ class Link:
 
     def _lose(self) -> None:
         self.lost = True
+        self._is_open.set()
         message = f"the stream of {self.engine_id} has ended"
         for key, inbox in list(self._inboxes.items()):
             inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))

@@ -88,6 +88,7 @@ class InstantEngine:
 
     async def stream(self, ingress_id: IngressId) -> AsyncIterator[TokenBatch]:
         outbox = self._outboxes[ingress_id]
+        yield TokenBatch(chunks=())
         while True:
             chunks = (await outbox.get()).chunks
             while not outbox.empty():  # one item a step, as an engine's

@@ -39,6 +39,7 @@ class DirectEngine:
     async def start(self) -> None:
         await self._actor.start.remote()
         self._stream = aiter(self._actor.stream.options(num_returns="streaming").remote(READER))
+        await anext(self._stream)  # the batch that opens it
 
     async def submit(self, max_tokens: int) -> None:
         self._num_requests += 1

@@ -109,7 +109,7 @@ class WatchedEngine(EngineActor):
         await self.submit(ingress_id, asked)
         async for batch in self.stream(ingress_id):
             chunks += batch.chunks
-            if chunks[-1].finish_reason is not None:
+            if chunks and chunks[-1].finish_reason is not None:
                 break
         del self._outboxes[ingress_id]
         return Answer.of(chunks)

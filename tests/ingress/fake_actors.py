@@ -64,6 +64,8 @@ class FakeEngine:
     submitted: list[EngineRequest] = field(default_factory=list)
     aborted: list[tuple[object, ...]] = field(default_factory=list)
     num_streams: int = 0
+    opens: bool = True
+    """Whether its streams begin with an empty batch at once."""
     submit_error: Exception | None = None
     reset_error: Exception | None = None
     num_resets: int = 0
@@ -81,6 +83,8 @@ class FakeEngine:
 
     async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
         self.num_streams += 1
+        if self.opens:
+            yield Ref(TokenBatch(chunks=()))
         while True:
             item = await self.outbox.get()
             if isinstance(item, Exception):

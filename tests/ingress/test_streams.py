@@ -10,7 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from shoal.actors.ingress.dispatch import PlacedBy
-from shoal.actors.ingress.links import Inbox, Links
+from shoal.actors.ingress.links import CALL_DEADLINE_S, Inbox, Links
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     EngineId,
@@ -20,6 +20,7 @@ from shoal.actors.messages import (
     IngressId,
     PrefixSource,
     RequestId,
+    TokenBatch,
     TokenChunk,
 )
 from shoal.kvstore.block_hash import BlockKey
@@ -85,6 +86,39 @@ async def _a_request_to_its_end() -> None:
 
 def test_a_request_to_its_end() -> None:
     run(_a_request_to_its_end())
+
+
+async def _nothing_is_submitted_before_the_stream_is_open() -> None:
+    """The engine might say its first tokens on the stream that this one takes the place of."""
+    engine, streams = FakeEngine(opens=False), EngineStreams(IngressId("i"), BLOCK_SIZE)
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
+    engine.say(5, end=FinishReason.LENGTH)
+    asking = asyncio.create_task(all_chunks(streams))
+    await asyncio.sleep(CALL_DEADLINE_S / 2)
+    assert engine.submitted == []
+    engine.outbox.put_nowait(TokenBatch(chunks=()))
+    assert [chunk.token_ids for chunk in await asking] == [(5,)]
+
+
+async def _a_stream_that_does_not_open_or_breaks_before_it_does() -> None:
+    engine, streams = FakeEngine(opens=False), EngineStreams(IngressId("i"), BLOCK_SIZE)
+    await streams.introduce(FakeRouter(A), {A: engine}, {})
+    began = asyncio.get_running_loop().time()
+    assert only_error(await all_chunks(streams)) is ErrorKind.ENGINE_LOST
+    assert asyncio.get_running_loop().time() - began == pytest.approx(CALL_DEADLINE_S, abs=0.1)
+    asking = asyncio.create_task(all_chunks(streams))
+    await asyncio.sleep(0.1)
+    engine.outbox.put_nowait(ActorDiedError())
+    assert only_error(await asking) is ErrorKind.ENGINE_LOST
+    assert engine.submitted == [] and engine.aborted == []
+
+
+@pytest.mark.parametrize(
+    "test",
+    [_nothing_is_submitted_before_the_stream_is_open, _a_stream_that_does_not_open_or_breaks_before_it_does],
+)
+def test_a_stream_is_open_before_anything_is_submitted(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run(test())
 
 
 async def _leaving_early_aborts() -> None:
