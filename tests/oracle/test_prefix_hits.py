@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,13 +81,24 @@ def test_generated_tokens_are_hits_of_the_next_turn(loaded: LoadedModel, prompt:
 
 
 def test_computed_twice_at_once_and_then_shared(loaded: LoadedModel, prompt: list[int]) -> None:
-    """Neither finds the other's blocks; whoever completes one second goes on with the first's."""
+    """The other needs every row. Whoever completes a block second goes on with the first's."""
     cold = serve(loaded, COLD, [greedy("it", prompt, 20)])
-    recording = used(loaded, watch=[5, 6]).serve([greedy(name, prompt, 20) for name in ("one", "other")])
+    other = replace(greedy("other", prompt, 20), prompt_logprobs=0)
+    recording = used(loaded, watch=[5, 6]).serve([greedy("one", prompt, 20), other])
     assert recording.num_cached_tokens["one"] == recording.num_cached_tokens["other"] == 0
     for name, sequence in {"one": 5, "other": 6}.items():
         assert bits(recording, sequence) == bits(cold, 1)
         assert recording.tokens[name] == cold.tokens["it"]
+
+
+def test_what_arrives_together_is_computed_once(loaded: LoadedModel, prompt: list[int]) -> None:
+    cold = serve(loaded, COLD, [greedy("it", prompt, 20)])
+    recording = used(loaded, watch=[5, 6]).serve([greedy(name, prompt, 20) for name in ("one", "other")])
+    hit = recording.num_cached_tokens["other"]
+    assert recording.num_cached_tokens["one"] == 0 < hit
+    assert bits(recording, 5) == bits(cold, 1)
+    assert bits(recording, 6) == {p: digest for p, digest in bits(cold, 1).items() if p >= hit}
+    assert recording.tokens["one"] == recording.tokens["other"] == cold.tokens["it"]
 
 
 def test_preempted_and_resumed_from_the_cache(loaded: LoadedModel, prompt: list[int]) -> None:
