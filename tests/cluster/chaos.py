@@ -98,8 +98,9 @@ class Blow:
 
     def _victim(self, served: Served) -> str:
         if self.role == "engine":
-            busy = [name for name in served.engine_names() if holds_a_request(served, name)]
-            return (busy or served.engine_names())[0]
+            names = served.engine_names()
+            busy = [name for name in names if _is_true(partial(holds_a_request, served, name))]
+            return (busy or names)[0]
         return served.store_names()[0] if self.role == "store" else self.role
 
 
