@@ -12,16 +12,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's own threads spin, on co
 settings.register_profile("shoal", deadline=None)  # a slow machine proves nothing wrong
 settings.load_profile("shoal")
 
-ONE_AFTER_THE_OTHER = ("tests/cluster/", "tests/oracle/")
-"""Folders whose tests share what takes long to start, and want all cores."""
+ONE_AFTER_THE_OTHER = "tests/oracle/"
+"""A folder whose tests share what takes long to load, and want all cores."""
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
-    """A module's tests run in one process, where they share its fixtures; so do those of some folders."""
+    """A module's tests run in one process, where they share its fixtures; so do those of one folder."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::", maxsplit=1)[0]
-        return next((folder for folder in ONE_AFTER_THE_OTHER if module.startswith(folder)), module)
+        return ONE_AFTER_THE_OTHER if module.startswith(ONE_AFTER_THE_OTHER) else module
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByModule:
