@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 from pydantic_core import to_json
 
+from shoal.actors.ingress.events import event
 from shoal.actors.ingress.generation import Said
 from shoal.actors.ingress.logprobs import ScoredToken, chat_logprobs, completion_logprobs
 from shoal.actors.ingress.protocol import (
@@ -26,13 +27,7 @@ from shoal.actors.ingress.protocol import (
 )
 from shoal.actors.ingress.transcript import TextDelta
 
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
 _SLOT = "\x00"
-
-
-def event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
 
 
 class Answer(ABC):

@@ -20,9 +20,9 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     """What comes is counted at the gate (`carry`)."""
     too_large = ApiError(413, f"The request body is larger than {max_bytes} bytes.", code="request_too_large")
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
     expected = int(declared) if declared.isdecimal() else 0
+    if expected > max_bytes:
+        raise too_large
     request.state.carry(expected)  # now, and not when most of it has come
     body = bytearray()
     try:

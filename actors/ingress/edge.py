@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import ApiError, internal_error, stopping, timed_out
+from shoal.actors.ingress.events import MEDIA_TYPE
 from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.metrics import Metrics
 
@@ -25,7 +26,6 @@ REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
 PLACEMENT_HEADER = "x-shoal-placement"
 RETRY_HEADER = "retry-after"
-EVENTS = "text/event-stream"
 _SANE_ID = re.compile(r"[ -~]{1,128}")
 """Printable ASCII: it is written into headers and log lines."""
 QUIET_S = 1.0
@@ -51,7 +51,7 @@ class _Told:
     def note(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(EVENTS)
+            self.is_stream = Headers(raw=message["headers"]).get("content-type", "").startswith(MEDIA_TYPE)
         elif not message.get("more_body", False):
             self.is_whole = True
 

@@ -15,10 +15,11 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
-from shoal.actors.ingress.answers import DONE, KEEP_ALIVE, Answer, ChatAnswer, CompletionAnswer
+from shoal.actors.ingress.answers import Answer, ChatAnswer, CompletionAnswer
 from shoal.actors.ingress.body import read_body
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import not_ready, timed_out
+from shoal.actors.ingress.events import DONE, KEEP_ALIVE
 from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
 from shoal.actors.ingress.intake import Intake, Intent

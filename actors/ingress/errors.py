@@ -7,6 +7,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import to_json
 
+from shoal.actors.ingress.events import event
 from shoal.actors.messages import ErrorKind, RequestError
 
 RETRY_SOON: Mapping[str, str] = MappingProxyType({"retry-after": "1"})
@@ -48,7 +49,7 @@ class ApiError(Exception):
 
     def event(self) -> bytes:
         """The same inside of a stream that has begun."""
-        return b"data: " + to_json(self.body) + b"\n\n"
+        return event(to_json(self.body))
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from shoal.actors.ingress.edge import report_failure
 from shoal.actors.ingress.errors import ApiError, internal_error
+from shoal.actors.ingress.events import MEDIA_TYPE
 
 _T = TypeVar("_T")
 
@@ -45,7 +46,7 @@ class EventStream(Response):
     then, and when the client goes it leaves a generator that it was not waiting for to the garbage collector.
     """
 
-    media_type = "text/event-stream"
+    media_type = MEDIA_TYPE
 
     def __init__(self, items: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200

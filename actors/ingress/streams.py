@@ -74,11 +74,14 @@ class EngineStreams:
             **{s: within(CALL_DEADLINE_S, actor.outstanding.remote()) for s, actor in self._stores.items()},
         }
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
-        heard = {
-            name: None if isinstance(answer, BaseException) else answer
-            for name, answer in zip(asked, answers, strict=True)
-        }
-        return {self._ingress_id: Outstanding(counts=counts), **heard}
+        said: dict[str, Outstanding | None] = {self._ingress_id: Outstanding(counts=counts)}
+        for name, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, BaseException):
+                logger.warning("%s did not say what is outstanding: %s", name, type(answer).__name__)
+                said[name] = None
+            else:
+                said[name] = answer
+        return said
 
     @asynccontextmanager
     async def open(

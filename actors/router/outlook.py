@@ -106,7 +106,7 @@ class Outlook:
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         on_device = self._resume(engine, num_on_device, device)
         yield Prospect(
-            num_on_device=num_on_device, resume=on_device, computed_tokens=self.computed_tokens(on_device)
+            num_on_device=num_on_device, resume=on_device, computed_tokens=self._computed_tokens(on_device)
         )
         if not self._any_store or on_device.boundary >= self._limit:
             return
@@ -131,12 +131,12 @@ class Outlook:
         return Prospect(
             num_on_device=num_on_device,
             resume=resume,
-            computed_tokens=self.computed_tokens(resume),
+            computed_tokens=self._computed_tokens(resume),
             own_tokens=num_own * self._block_size,
             other_tokens=(len(blocks) + len(segments) - num_own) * self._block_size,
         )
 
-    def computed_tokens(self, resume: Resume) -> int:
+    def _computed_tokens(self, resume: Resume) -> int:
         return self._request.num_prompt_tokens - resume.start * self._block_size
 
     def sources(self, engine: EngineView, resume: Resume) -> tuple[PrefixSource, ...]:

@@ -52,7 +52,7 @@ class Placer:
         self._num_placed += 1
         engine.last_placed = self._num_placed
         chosen = outlook.of(engine)
-        engine.note(request, chosen.num_on_device, outlook.computed_tokens(chosen.resume), now)
+        engine.note(request, chosen.num_on_device, chosen.computed_tokens, now)
         return Placement(
             engine_id=engine.engine_id,
             expected_hit_tokens=chosen.resume.start * self._block_size,

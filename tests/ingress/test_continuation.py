@@ -26,17 +26,19 @@ from shoal.actors.messages import (
 from shoal.kvstore.block_hash import extend_keys, root_key
 from tests.fake_runner import generate
 from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter, Method, Ref
-from tests.ingress.test_streams import A, B, all_chunks, nobody_cares, not_yet, only_error, run
-
-BLOCK_SIZE = 2
-PROMPT = (1, 2, 3)
-REQUEST = EngineRequest(
-    request_id=RequestId("r"),
-    attempt=1,
-    prompt_token_ids=PROMPT,
-    max_tokens=9,
-    stop_token_ids=frozenset(),
+from tests.ingress.test_streams import (
+    BLOCK_SIZE,
+    REQUEST,
+    A,
+    B,
+    all_chunks,
+    nobody_cares,
+    not_yet,
+    only_error,
+    run,
 )
+
+PROMPT = REQUEST.prompt_token_ids
 ROOT = root_key(b"f", "")
 
 

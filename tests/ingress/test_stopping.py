@@ -30,8 +30,9 @@ async def asked(folder: Path, *, stream: bool) -> AsyncIterator["Asked"]:
     async with httpx.AsyncClient(base_url=info.url, timeout=10, trust_env=False) as client:
         body = {"prompt": "hello", "stream": stream}
         answer = asyncio.create_task(client.post("/v1/completions", json=body))
-        while not engine.submitted:
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            while not engine.submitted:
+                await asyncio.sleep(0.01)
         yield Asked(ingress, engine, answer)
 
 

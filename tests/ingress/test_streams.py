@@ -468,5 +468,6 @@ async def _what_is_outstanding() -> None:
     assert after is not None and after.is_clean
 
 
-def test_what_is_outstanding_is_asked_of_all_and_silence_is_told() -> None:
+def test_what_is_outstanding_is_asked_of_all_and_silence_is_told(caplog: pytest.LogCaptureFixture) -> None:
     run(_what_is_outstanding())
+    assert f"{B} did not say what is outstanding: ActorDiedError" in caplog.messages
