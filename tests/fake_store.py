@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from shoal.actors.engine.fetcher import CopiesIn
+from shoal.actors.engine.saver import CopiesOut
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.transfers import Fallback, Fetch, Piece, StoreView, WritePolicy
 from shoal.actors.messages import PrefixSource, StoreId
@@ -58,14 +60,10 @@ class Landing:
     bytes: Bytes
 
 
-class Device(Protocol):
+class Device(CopiesOut, CopiesIn, Protocol):
     """Memory that pieces are copied out of and in to."""
 
     def num_bytes(self, piece: Piece) -> int: ...
-
-    def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None: ...
-
-    def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None: ...
 
 
 class Carrier:
