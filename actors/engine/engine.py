@@ -75,7 +75,7 @@ class Engine:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Of all requests' prompts: work that stands before a new one's first token."""
+        """Of what came with all requests: work that stands before a new one's first token."""
         return self._scheduler.num_uncomputed_tokens
 
     @property
