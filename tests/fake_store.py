@@ -7,9 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from shoal.actors.engine.fetcher import CopiesIn
-from shoal.actors.engine.saver import CopiesOut
 from shoal.actors.engine.scheduler import Scheduler
+from shoal.actors.engine.store_link import Device
 from shoal.actors.engine.transfers import Fallback, Fetch, Piece, StoreView, WritePolicy
 from shoal.actors.messages import PrefixSource, StoreId
 from shoal.kvstore.block_hash import BlockKey, segment_key
@@ -60,16 +59,14 @@ class Landing:
     bytes: Bytes
 
 
-class Device(CopiesOut, CopiesIn, Protocol):
-    """Memory that pieces are copied out of and in to."""
-
+class SizedDevice(Device, Protocol):
     def num_bytes(self, piece: Piece) -> int: ...
 
 
 class Carrier:
     """Copies when it is told to, as threads beside an engine do at any time."""
 
-    def __init__(self, scheduler: Scheduler, device: Device, stores: Stores) -> None:
+    def __init__(self, scheduler: Scheduler, device: SizedDevice, stores: Stores) -> None:
         self._scheduler = scheduler
         self._device = device
         self._stores = stores
