@@ -10,11 +10,11 @@
 //             out = acc * (1 / l)
 //   sink    : a head's logit that has no value joins last: m' = max(m, sink * log2 e); c = 2^(m - m');
 //             l = l * c + 2^(sink * log2 e - m'); out = acc * (c / l)
-// A row at position p sees keys 0..p, or with a window of W the last W of them; of a ring that is not stored, none before
-// valid_from. A tile or segment without a visible key
-// is skipped, so that a window bounds the work and moves no tile. A key the row does not see never meets its arithmetic:
-// its score is replaced by -inf and the value loop leaves it out. Everything else (query tiles, register blocks,
-// threads, which tasks split by segment) is only an order of evaluation.
+// A row at position p sees keys 0..p, or with a window of W the last W of them; of a ring that is not stored, none
+// before valid_from. A tile or segment without a visible key is skipped, so that a window bounds the work and moves no
+// tile. A key the row does not see never meets its arithmetic: its score is replaced by -inf and the value loop leaves
+// it out. Everything else (query tiles, register blocks, threads, which tasks split by segment or by head) is only an
+// order of evaluation.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -141,8 +141,8 @@ template <int R, class T>
 // out = out * factor + weights * values for R rows and N vectors of D; without a factor, out + weights * values.
 // Fetches three lines for four it reads.
 template <int R, int N, class T>
-[[gnu::noinline]] void values_in_place(const float* weights, const float* factor, int keys, const T* const* values, long at, Soon& soon,
-                     float* out, int D) {
+[[gnu::noinline]] void values_in_place(const float* weights, const float* factor, int keys, const T* const* values,
+                                       long at, Soon& soon, float* out, int D) {
     V acc[R][N];
     UNROLL for (int r = 0; r < R; r++)
         UNROLL for (int j = 0; j < N; j++) {

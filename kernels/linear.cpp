@@ -93,7 +93,7 @@ template <class T, int R, int P>
     w.at += begin / 4 * FOUR_BYTES<T>;
     Four<T> four[P];
     auto find = [&]() __attribute__((always_inline)) {
-        UNROLL for (int p = 0; p < P; p++) 
+        UNROLL for (int p = 0; p < P; p++)
             four[p] = Four<T>(w.at + p / 2 * w.pair_bytes, P > 1 ? p % 2 : w.half, w.table);
     };
     auto step = [&]<int k>(std::integral_constant<int, k>) __attribute__((always_inline)) {
@@ -180,10 +180,10 @@ void decode(const Linear::Pair& pair, const Panels& w, long begin, long end, cha
         std::memcpy(out + (rare.four - first) * FOUR_BYTES<bf16>, rare.values, FOUR_BYTES<bf16>);
 }
 
-// How many panels share what is done to get at their weights: unpacking, if they serve several tiles of rows.
 template <class T> constexpr long tiles_of(long rows) {
     return (rows * panels_per_tile<T>(rows) + ACCUMULATORS - 1) / ACCUMULATORS;
 }
+// How many panels share what is done to get at their weights: unpacking, if they serve several tiles of rows.
 template <class T> constexpr long panels_together(long rows) {
     return std::is_same_v<T, bf12> && tiles_of<T>(rows) > 1 ? 2 : panels_per_tile<T>(rows);
 }
@@ -245,7 +245,7 @@ V gated(Gate how, V gate, V up) {
             return times_sigmoid(gate, gate * splat(float(-1.702 * log2_e))) * (up + splat(1));
         }
     }
-    __builtin_unreachable();  // library.py makes no other
+    __builtin_unreachable();  // cpu.py names no other
 }
 
 void finish(const LinearOp& c, long panel, long panels, long row, long rows, const float* sums) {

@@ -21,9 +21,8 @@ enum class Dtype : int { f32, bf16, f16, bf12 };
 // bf12 is bf16 in 12 bits, without loss. A step of few rows takes as long as memory takes to bring the weights, and the
 // high bytes of trained ones (sign, seven bits of exponent) say little: 16 of the 256 make up all but some 0.02% of a
 // pair. So four k of a pair are [2][64] low bytes, then [64]: where the high bytes stand in the pair's table, the even
-// panel's in the low four bits, the odd one's in the high. Byte (lane / 4) * 16 + (k / 2) * 8 + (lane % 4) * 2 + k % 2 of
-// 64 is where unpacking wants it.
-// Fours that have a rarer high byte lie apart, as bf16.
+// panel's in the low four bits, the odd one's in the high. Byte (lane / 4) * 16 + (k / 2) * 8 + (lane % 4) * 2 + k % 2
+// of 64 is where unpacking wants it. Fours that have a rarer high byte lie apart, as bf16.
 struct Linear {
     Dtype dtype;
     long num_outputs, num_inputs;

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from shoal.actors.engine.scheduler import Scheduler
+from shoal.actors.engine.store_link import Device
 from shoal.actors.engine.transfers import Fallback, Fetch, Piece, StoreView, WritePolicy
 from shoal.actors.messages import PrefixSource, StoreId
 from shoal.kvstore.block_hash import BlockKey, segment_key
@@ -58,20 +59,14 @@ class Landing:
     bytes: Bytes
 
 
-class Device(Protocol):
-    """Memory that pieces are copied out of and in to."""
-
+class SizedDevice(Device, Protocol):
     def num_bytes(self, piece: Piece) -> int: ...
-
-    def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None: ...
-
-    def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None: ...
 
 
 class Carrier:
     """Copies when it is told to, as threads beside an engine do at any time."""
 
-    def __init__(self, scheduler: Scheduler, device: Device, stores: Stores) -> None:
+    def __init__(self, scheduler: Scheduler, device: SizedDevice, stores: Stores) -> None:
         self._scheduler = scheduler
         self._device = device
         self._stores = stores

@@ -190,11 +190,7 @@ class EngineActor:
         return PrefixSnapshot(engine_id=self._engine_id, sequence=sequence, block_keys=keys)
 
     async def reset_prefix_cache(self) -> None:
-        def reset(engine: Engine) -> None:
-            engine.reset_prefix_cache()
-            self._link.saver.forget()
-
-        await self._ask(reset)
+        await self._ask(Engine.reset_prefix_cache)
 
     async def outstanding(self) -> Outstanding:
         num_unsent = sum(outbox.qsize() for outbox in self._outboxes.values())

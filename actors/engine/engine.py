@@ -29,11 +29,15 @@ class Runner(Protocol):
 
 
 class Stores(Protocol):
-    """What moves between the device and the stores, beside the steps. Both return at once."""
+    """What moves between the device and the stores, beside the steps. All return at once."""
 
     def begin_fetches(self) -> None: ...
 
     def begin_saves(self) -> None: ...
+
+    def forget_saves(self) -> None:
+        """The prefix cache has been reset: what no store has by now is not to get there."""
+        ...
 
 
 MAX_FAILED_STEPS = 3
@@ -71,7 +75,7 @@ class Engine:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Of all requests' prompts: work that stands before a new one's first token."""
+        """Of what came with all requests: work that stands before a new one's first token."""
         return self._scheduler.num_uncomputed_tokens
 
     @property
@@ -97,6 +101,8 @@ class Engine:
 
     def reset_prefix_cache(self) -> list[Reply]:
         self._scheduler.reset_prefix_cache()
+        if self._stores is not None:
+            self._stores.forget_saves()
         return []
 
     def take_prefix_changes(self) -> PrefixChanges:

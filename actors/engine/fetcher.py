@@ -50,7 +50,7 @@ class FetchesWhat(Protocol):
 
 
 class CopiesIn(Protocol):
-    """The runner, on a thread of the copies' own, while steps run."""
+    """The device's memory, on a thread of the copies' own, while steps run."""
 
     def copy_in(self, pieces: Sequence[Piece], data: np.ndarray) -> None:
         """data: uint8, their bytes, one piece behind the other."""
@@ -70,7 +70,7 @@ class Fetcher:
     def __init__(
         self,
         scheduler: FetchesWhat,
-        runner: CopiesIn,
+        device: CopiesIn,
         transfer: Transfer,
         rates: Rates,
         *,
@@ -81,7 +81,7 @@ class Fetcher:
     ) -> None:
         """reads: has MAX_FETCHES threads. post: do something on the loop's thread."""
         self._scheduler = scheduler
-        self._runner = runner
+        self._device = device
         self._transfer = transfer
         self._rates = rates
         self._reads = reads
@@ -157,7 +157,7 @@ class Fetcher:
         """On the copies' thread; how long it took."""
         started = self._clock()
         for piece, data in pieces:
-            self._runner.copy_in([piece], data)
+            self._device.copy_in([piece], data)
         return self._clock() - started
 
     def _copied(self, fetch: Fetch, outcomes: Sequence[Outcome], copying: Future[float]) -> None:

@@ -31,6 +31,11 @@ class PrefixCache(Protocol):
         ...
 
     @property
+    def keeps(self) -> bool:
+        """Whether what is inserted can be a match."""
+        ...
+
+    @property
     def num_evictable(self) -> int:
         """Blocks that can be made free at once: nobody but the cache owns them."""
         ...
@@ -99,6 +104,7 @@ class PrefixCache(Protocol):
 class NaivePrefixCache:
     """Never hits and keeps nothing."""
 
+    keeps = False
     num_evictable = 0
 
     def __init__(self, pool: BlockPool) -> None:

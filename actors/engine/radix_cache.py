@@ -26,6 +26,8 @@ class RadixPrefixCache:
     leaf, and the one that was used last longest ago.
     """
 
+    keeps = True
+
     def __init__(self, pool: BlockPool, segments: BlockPool) -> None:
         self._pool = pool
         self._entries: dict[BlockKey, _Entry] = {}  # parents before children

@@ -48,7 +48,7 @@ class SavesWhat(Protocol):
 
 
 class CopiesOut(Protocol):
-    """The runner, on a thread of the copies' own, while steps run."""
+    """The device's memory, on a thread of the copies' own, while steps run."""
 
     def copy_out(self, pieces: Sequence[Piece], out: np.ndarray) -> None:
         """Their bytes, one piece behind the other, to out: uint8."""
@@ -70,7 +70,7 @@ class Saver:
         self,
         engine_id: EngineId,
         scheduler: SavesWhat,
-        runner: CopiesOut,
+        device: CopiesOut,
         staging: Staging,
         *,
         bytes_per_block: int,
@@ -83,7 +83,7 @@ class Saver:
         """post: do something on the loop's thread. offer: tell the store, whose answer is `offered`."""
         self._engine_id = engine_id
         self._scheduler = scheduler
-        self._runner = runner
+        self._device = device
         self._staging = staging
         self._bytes_per_block = bytes_per_block
         self._bytes_per_segment = bytes_per_segment
@@ -154,7 +154,7 @@ class Saver:
 
     def _staged(self, pieces: Sequence[Piece]) -> Staged:
         data = np.empty(sum(map(self._size, pieces)), dtype=np.uint8)
-        self._runner.copy_out(pieces, data)
+        self._device.copy_out(pieces, data)
         entries: list[StoredEntry] = []
         offset = 0
         for piece in pieces:

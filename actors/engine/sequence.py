@@ -54,7 +54,8 @@ class Sequence:
     num_shared_blocks: int = 0
     """Of its table, from the first: they are the prefix cache's too."""
     may_share: bool = True
-    """False once the prefix cache has been reset under it: what it computed must not be offered again."""
+    """False if the prefix cache keeps nothing, and once it has been reset under it: what it computed must not
+    be offered again."""
     cached_tokens: CachedTokens | None = None
     """Of the prompt, found when the sequence was first admitted."""
     resume: Resume = field(default_factory=Resume)
@@ -138,11 +139,11 @@ class Sequence:
             return self.num_prompt_logprobs
         return len(self.tokens) - 1
 
-    def admit(self, holding: Holding, resume: Resume, block_size: int) -> None:
+    def admit(self, holding: Holding, resume: Resume, block_size: int, *, may_share: bool) -> None:
         self.holding = holding
         self.resume = resume
         self.num_shared_blocks = resume.boundary
-        self.may_share = self.is_new_to_runner = True
+        self.may_share, self.is_new_to_runner = may_share, True
         self.num_planned = self.num_computed = resume.start * block_size
         self.num_promised = 0
         if self.cached_tokens is None:

@@ -69,7 +69,7 @@ class Sharing:
         """Give a sequence what it needs to run, and the cached prefix to build upon."""
         block_size, start = self._pools.block_size, hit.resume.start
         holding = self._pools.claim(len(sequence.tokens), hit=hit.blocks)
-        sequence.admit(holding, hit.resume, block_size)
+        sequence.admit(holding, hit.resume, block_size, may_share=self._cache.keeps)
         state = [sequence.keys[i + 1] for i in self._rule.segments_at(start)]
         segments = self._cache.segments.lock(state)
         sequence.restore = tuple(segments)

@@ -84,3 +84,6 @@ class StoreLink:
 
     def begin_saves(self) -> None:
         self.saver.advance()
+
+    def forget_saves(self) -> None:
+        self.saver.forget()

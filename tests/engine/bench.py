@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hypothesis import strategies as st
+
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
@@ -40,8 +42,6 @@ def a_request(name: str, prompt: Sequence[int], max_tokens: int = 3, **more: Any
 
 @dataclass
 class Bench:
-    """A step that the fake device is given is computed at once, unless `eager` is turned off."""
-
     num_blocks: int = 20
     block_size: int = 4
     num_slots: int = 0
@@ -57,6 +57,8 @@ class Bench:
     max_queued_requests: int = 1000
     max_queued_tokens: int = 100_000
     cache: PrefixCacheName = "radix"
+    eager: bool = True
+    """The fake device computes a step as soon as it is given it."""
     fingerprint: bytes = b""
     view: StoreView | None = None
     stores: Stores = field(default_factory=Stores)
@@ -102,7 +104,7 @@ class Bench:
             num_segments=self.num_segments,
         )
         self.carrier = Carrier(self.scheduler, self.runner, self.stores)
-        self.device = FakeDevice(self.block_size, eager=True)
+        self.device = FakeDevice(self.block_size, eager=self.eager)
         self.engine = Engine(self.scheduler, self.runner, self.device)
 
     def submit(self, request: EngineRequest) -> None:
@@ -173,3 +175,17 @@ class Bench:
                 self.finished[name] = reply.chunk.finish_reason
             if reply.chunk.error:
                 self.errors[name] = reply.chunk.error
+
+
+def benches(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Bench]:
+    """Of any shape, and with so few blocks that they are fought for."""
+    return st.builds(
+        Bench,
+        num_blocks=st.integers(10, 20),
+        block_size=st.sampled_from([3, 4, 7]),
+        max_num_batched_tokens=st.integers(4, 24),
+        eager=st.booleans(),
+        window=st.sampled_from([None, 1, 5, 9]),
+        num_dropped=st.integers(0, 2),
+        **more,
+    )

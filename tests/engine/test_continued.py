@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.actors.messages import ErrorKind, FinishReason, SamplingParams
-from tests.engine.bench import Bench, a_request
+from tests.engine.bench import Bench, a_request, benches
 from tests.fake_runner import VOCABULARY, generate, logprob
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -68,34 +68,13 @@ def test_an_output_that_cannot_be_gone_on_from_is_refused(output: tuple[int, ...
 @settings(max_examples=100, deadline=None)
 @given(
     received=st.lists(st.integers(0, 11), min_size=1, max_size=6),
-    num_blocks=st.integers(10, 20),
-    block_size=st.sampled_from([3, 4, 7]),
-    budget=st.integers(4, 24),
-    eager=st.booleans(),
-    window=st.sampled_from([None, 1, 5, 9]),
-    num_dropped=st.integers(0, 2),
+    bench=benches(),
     logprobs=st.booleans(),
 )
 def test_each_goes_on_as_it_would_have_gone_on_alone(
-    *,
-    received: list[int],
-    num_blocks: int,
-    block_size: int,
-    budget: int,
-    eager: bool,
-    window: int | None,
-    num_dropped: int,
-    logprobs: bool,
+    *, received: list[int], bench: Bench, logprobs: bool
 ) -> None:
     """Whatever was received when their engine died, beside and preempted by each other."""
-    bench = Bench(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        window=window,
-        num_dropped=num_dropped,
-    )
-    bench.device.eager = eager
     prompts = [[i // 3, *range(10)] for i in range(len(received))]
     for i, (prompt, num_received) in enumerate(zip(prompts, received, strict=True)):
         so_far = tuple(generate(prompt, num_received))

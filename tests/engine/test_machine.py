@@ -18,11 +18,10 @@ from hypothesis.stateful import (
 )
 
 from shoal.actors.engine.block_pool import BlockId
-from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import Fallback, StoreView
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId
 from shoal.kvstore.block_hash import BlockKey
-from tests.engine.bench import Bench, a_request
+from tests.engine.bench import Bench, a_request, benches
 from tests.fake_runner import generate, logprob
 from tests.fake_store import view
 
@@ -48,38 +47,11 @@ def expected(request: EngineRequest) -> list[int]:
 @given(
     prompts=st.lists(prompts, min_size=1, max_size=8),
     max_tokens=st.integers(1, 12),
-    num_blocks=st.integers(10, 20),
-    block_size=st.sampled_from([3, 4, 7]),
-    budget=st.integers(4, 24),
-    eager=st.booleans(),
-    cache=st.sampled_from(["naive", "radix"]),
-    window=st.sampled_from([None, 1, 5, 9]),
-    num_dropped=st.integers(0, 2),
-    num_segments=st.integers(0, 20),
+    bench=benches(cache=st.sampled_from(["naive", "radix"]), num_segments=st.integers(0, 20)),
 )
 def test_everybody_gets_what_they_would_get_alone(
-    *,
-    prompts: list[list[int]],
-    max_tokens: int,
-    num_blocks: int,
-    block_size: int,
-    budget: int,
-    eager: bool,
-    cache: PrefixCacheName,
-    window: int | None,
-    num_dropped: int,
-    num_segments: int,
+    *, prompts: list[list[int]], max_tokens: int, bench: Bench
 ) -> None:
-    bench = Bench(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_batched_tokens=budget,
-        cache=cache,
-        window=window,
-        num_dropped=num_dropped,
-        num_segments=num_segments,
-    )
-    bench.device.eager = eager
     for i, prompt in enumerate(prompts):
         bench.submit(a_request(str(i), prompt, max_tokens))
     bench.finish()
@@ -233,9 +205,9 @@ class EngineMachine(RuleBasedStateMachine):
             window=window,
             num_dropped=num_dropped,
             num_segments=num_segments,
+            eager=eager,
             view=self.view,
         )
-        self.bench.device.eager = eager
         self.watched = Watched(self.bench)
         self.fill_stores()
 

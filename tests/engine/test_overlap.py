@@ -12,8 +12,7 @@ from tests.fake_runner import generate
 
 
 def test_the_next_step_is_planned_before_the_token_of_this_one_is_known() -> None:
-    bench = Bench()
-    bench.device.eager = False
+    bench = Bench(eager=False)
     bench.submit(a_request("a", [5, 6], max_tokens=3))
     bench.step()
     assert bench.runner.plans == [], "the first step has not been computed"

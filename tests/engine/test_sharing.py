@@ -73,6 +73,16 @@ def test_without_a_cache_nothing_hits_and_nothing_is_kept() -> None:
     assert bench.pools.blocks.num_free == 19
 
 
+def test_without_a_cache_nobody_waits_for_what_another_computes() -> None:
+    bench = Bench(cache="naive", max_num_batched_tokens=20)
+    for name in "ab":
+        bench.submit(a_request(name, PROMPT))
+    assert bench.step() == [(0, 10), (0, 10)]
+    bench.finish()
+    assert bench.tokens == {name: generate(PROMPT, 3) for name in "ab"}
+    assert bench.drained()
+
+
 def test_cached_blocks_are_given_up_for_whoever_needs_them() -> None:
     bench = Bench(num_blocks=6)
     assert served(bench, "a", list(range(16))) == 0

@@ -182,3 +182,16 @@ def test_a_store_that_holds_all_has_nothing_copied_to_it_twice() -> None:
         linked.run()
     assert linked.link.saver.saved_bytes == 2 * BLOCK_BYTES, "the seventh block, and its state"
     assert here.store.counts.duplicate_extents == 2, "which it had not asked for"
+
+
+def test_a_reset_reaches_what_is_on_its_way_to_the_store() -> None:
+    here = Node()
+    linked = Linked("it", here, Node())
+    linked.submit("it", PROMPT)
+    while linked.bench.engine.has_work:
+        linked.bench.step()
+    assert linked.link.saver.is_copying
+    linked.bench.engine.reset_prefix_cache()
+    linked.run()
+    assert len(here.store) == 0
+    assert linked.bench.drained()

@@ -121,7 +121,7 @@ class Served:
             num_dropped_layers=setup.num_dropped_layers,
         )
         num_slots = num_state_slots(setup.max_num_seqs) if layout.state else 0
-        self.memory = DeviceMemory(
+        memory = DeviceMemory(
             layout,
             num_blocks=setup.num_blocks,
             num_slots=num_slots,
@@ -129,7 +129,7 @@ class Served:
             max_rows=setup.max_num_batched_tokens,
             device=DEVICE,
         )
-        poison(self.memory)
+        poison(memory)
         decoder = loaded.decoder(setup.backend, max_rows=setup.max_num_batched_tokens, max_logits=MAX_LOGITS)
         rows = TokenRows(
             num_rows=config.num_rows,
@@ -138,7 +138,7 @@ class Served:
             device=DEVICE,
         )
         runner = ModelRunner(
-            *(decoder, self.memory, rows, setup.backend, DEVICE),
+            *(decoder, memory, rows, setup.backend, DEVICE),
             max_logits=MAX_LOGITS,
             vocab_size=loaded.config.vocab_size,
         )
@@ -155,13 +155,12 @@ class Served:
             bytes_per_block=layout.blocks.bytes_per_block,
             bytes_per_segment=layout.segment_bytes,
         )
-        self.rule = layout.rule
-        self.scheduler = Scheduler(config, pools, rule=layout.rule, stores=store_view if stores else None)
-        self._carrier = Carrier(self.scheduler, self.memory, stores or Stores())
+        self._scheduler = Scheduler(config, pools, rule=layout.rule, stores=store_view if stores else None)
+        self._carrier = Carrier(self._scheduler, memory, stores or Stores())
         self._num_submitted = 0
         self._watched = {SequenceId(number) for number in watch}
         self.engine = Engine(
-            self.scheduler, LookingRunner(runner, decoder, look or self.recording.look, self._watched)
+            self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, self._watched)
         )
 
     def submit(self, request: EngineRequest, *, watch: bool = False) -> SequenceId:
@@ -184,8 +183,8 @@ class Served:
 
     def preempt(self, sequence_id: SequenceId) -> None:
         """As if somebody before it had needed its blocks; its step may be in flight."""
-        (sequence,) = (s for s in self.scheduler._running if s.sequence_id == sequence_id)
-        self.scheduler._preempt(sequence)
+        (sequence,) = (s for s in self._scheduler._running if s.sequence_id == sequence_id)
+        self._scheduler._preempt(sequence)
 
     def step(self) -> None:
         self._carrier.run()
@@ -195,7 +194,7 @@ class Served:
             self.recording.tokens[chunk.request_id] += chunk.token_ids
             if chunk.cached_tokens is not None:
                 self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
-        self.recording.num_preemptions = self.scheduler.num_preemptions
+        self.recording.num_preemptions = self._scheduler.num_preemptions
 
 
 def serve(

@@ -158,8 +158,3 @@ class Pages:
 def logits_of(loaded: LoadedModel, backend: Backend, tokens: Sequence[int], *sizes: int) -> Tensor:
     """float32 [T, V], at once or in chunks of these sizes."""
     return Pages(loaded, backend, [tokens]).in_chunks(sizes or (len(tokens),))
-
-
-def same(logits: Tensor, expected: Tensor) -> bool:
-    """To the bit."""
-    return torch.equal(logits.view(torch.int32), expected.view(torch.int32))

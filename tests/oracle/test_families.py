@@ -18,7 +18,8 @@ from tests.checkpoints import (
     tiny_qwen2,
     tiny_qwen3,
 )
-from tests.oracle.stepping import Pages, Piece, logits_of, same
+from tests.kernels.helpers import same_bits
+from tests.oracle.stepping import Pages, Piece, logits_of
 
 TOKENS = [(7 * i * i + 3 * i) % 500 for i in range(310)]
 OTHERS = [[(11 * i * i + 5 * i + n) % 500 for i in range(n)] for n in (1, 40, 24, 130)]
@@ -66,21 +67,21 @@ def whole(loaded: LoadedModel) -> Tensor:
 
 @pytest.mark.parametrize("sizes", [(7,), (128,), (300, 1), (23, 1, 1, 40)], ids=str)
 def test_in_chunks(loaded: LoadedModel, whole: Tensor, sizes: tuple[int, ...]) -> None:
-    assert same(logits_of(loaded, BACKEND, TOKENS, *sizes), whole)
+    assert same_bits(logits_of(loaded, BACKEND, TOKENS, *sizes), whole)
 
 
 def test_one_token_a_step(loaded: LoadedModel, whole: Tensor) -> None:
-    assert same(logits_of(loaded, BACKEND, TOKENS[:100], 1), whole[:100])
+    assert same_bits(logits_of(loaded, BACKEND, TOKENS[:100], 1), whole[:100])
 
 
 def test_with_larger_blocks(loaded: LoadedModel, whole: Tensor) -> None:
-    assert same(Pages(loaded, BACKEND, [TOKENS], block_size=128).in_chunks((64,)), whole)
+    assert same_bits(Pages(loaded, BACKEND, [TOKENS], block_size=128).in_chunks((64,)), whole)
 
 
 @pytest.mark.parametrize("isa", library.instruction_sets())
 def test_with_other_threads_and_instruction_sets(loaded: LoadedModel, whole: Tensor, isa: str) -> None:
     for threads in (1, 3):
-        assert same(logits_of(loaded, CpuBackend(threads, isa), TOKENS[:150], 100, 1), whole[:150])
+        assert same_bits(logits_of(loaded, CpuBackend(threads, isa), TOKENS[:150], 100, 1), whole[:150])
 
 
 def test_beside_others(loaded: LoadedModel, whole: Tensor) -> None:
@@ -98,12 +99,12 @@ def test_beside_others(loaded: LoadedModel, whole: Tensor) -> None:
         for piece, logits in zip(pieces, pages.step(*pieces), strict=True):
             mine += [logits] if piece[0] == 0 else []
             last += [logits] if piece[0] == 4 else []
-    assert same(torch.cat(mine), whole)
-    assert same(torch.cat(last), logits_of(loaded, BACKEND, OTHERS[3])), "its neighbours are exact too"
+    assert same_bits(torch.cat(mine), whole)
+    assert same_bits(torch.cat(last), logits_of(loaded, BACKEND, OTHERS[3])), "its neighbours are exact too"
 
 
 def test_bfloat16_keys_and_values_are_as_exact(loaded: LoadedModel) -> None:
     def in_chunks(*sizes: int) -> Tensor:
         return Pages(loaded, BACKEND, [TOKENS[:140]], kv_cache_dtype="bfloat16").in_chunks(sizes)
 
-    assert same(in_chunks(50, 1), in_chunks(140))
+    assert same_bits(in_chunks(50, 1), in_chunks(140))

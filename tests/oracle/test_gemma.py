@@ -16,7 +16,8 @@ from shoal.actors.engine.models.lean_weights import DecoderWeights
 from shoal.actors.engine.models.rope import rope_frequencies, rotary_tables
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import gemma3_270m
-from tests.oracle.stepping import logits_of, same
+from tests.kernels.helpers import same_bits
+from tests.oracle.stepping import logits_of
 
 pytestmark = pytest.mark.gemma
 
@@ -100,4 +101,4 @@ def test_logits_are_those_of_transformers(
 
 def test_chunks_change_no_bit(gemma: LoadedModel, tokens: list[int], whole: Tensor) -> None:
     chunks = logits_of(gemma, CpuBackend(1), tokens, 128, 1, 380, 1, 1, 1, 80)
-    assert same(chunks, whole)
+    assert same_bits(chunks, whole)

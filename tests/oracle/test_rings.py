@@ -21,8 +21,9 @@ from shoal.kernels.cpu import CpuBackend
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_mistral, tiny_qwen3
+from tests.kernels.helpers import same_bits
 from tests.oracle.recording import Served, Setup, greedy, serve
-from tests.oracle.stepping import Pages, poison, same
+from tests.oracle.stepping import Pages, poison
 from tests.oracle.stepping import Piece as Chunk
 
 BACKEND = CpuBackend(2)
@@ -108,7 +109,7 @@ def test_chunks_in_rings_are_one_prompt_in_pages(
 ) -> None:
     pages = pages_of(models[name], TOKENS)
     assert pages.num_rings == NUM_RINGS[name]
-    assert same(pages.in_chunks(sizes), whole[name])
+    assert same_bits(pages.in_chunks(sizes), whole[name])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,7 +129,7 @@ def test_token_by_token_and_beside_others(
         for piece, logits in zip(pieces, pages.step(*pieces), strict=True)
         if piece[0] == 0
     ]
-    assert same(torch.cat(mine), whole[name][:320])
+    assert same_bits(torch.cat(mine), whole[name][:320])
 
 
 @pytest.mark.parametrize(("name", "dropped"), DROPPED)
@@ -150,7 +151,7 @@ def test_every_boundary_can_be_taken_up(
         at, end = boundary * BLOCK, boundary * BLOCK + AFTER
         logits = pages.in_chunks([100], start=start * BLOCK, end=at) if again else None
         got = pages.in_chunks([1, 5], start=at, end=end)
-        assert same(got, whole[name][at:end]), boundary
+        assert same_bits(got, whole[name][at:end]), boundary
         assert logits is None or logits.isfinite().all()
 
 
@@ -166,8 +167,8 @@ def test_one_token_less_computed_again_is_not_enough(
         pages.take_up(0, start=start, boundary=first_right)
         got = pages.in_chunks([first_right + AFTER], start=start, end=first_right + AFTER)
         expected = whole[name][start : first_right + AFTER]
-        assert same(got[lacking:], expected[lacking:])
-        assert not same(got[lacking - 1], expected[lacking - 1]), "it was right before"
+        assert same_bits(got[lacking:], expected[lacking:])
+        assert not same_bits(got[lacking - 1], expected[lacking - 1]), "it was right before"
 
 
 @pytest.mark.parametrize("name", ["mistral of 8", "mistral of 64"])
@@ -180,9 +181,9 @@ def test_state_of_before_is_needed(
     segments = len(pages.rule.segments_at(8))
     for missing in range(segments):
         pages.take_up(0, start=128, boundary=128, without=missing)
-        assert not same(pages.in_chunks([32], start=128, end=160), whole[name][128:160])
+        assert not same_bits(pages.in_chunks([32], start=128, end=160), whole[name][128:160])
     pages.take_up(0, start=128, boundary=128)
-    assert same(pages.in_chunks([32], start=128, end=160), whole[name][128:160])
+    assert same_bits(pages.in_chunks([32], start=128, end=160), whole[name][128:160])
 
 
 @pytest.mark.parametrize("isa", library.instruction_sets())
@@ -191,19 +192,19 @@ def test_with_other_threads_and_instruction_sets(
 ) -> None:
     for threads, name in ((1, "mistral of 64"), (3, "qwen3 of 24")):
         pages = pages_of(models[name], TOKENS[:180], backend=CpuBackend(threads, isa), dropped=1)
-        assert same(pages.in_chunks([60]), whole[name][:180])
+        assert same_bits(pages.in_chunks([60]), whole[name][:180])
         again = pages.rule.num_recomputed * BLOCK
         pages.take_up(0, start=144 - again, boundary=144)
-        assert same(pages.in_chunks([100], start=144 - again)[again:], whole[name][144:180])
+        assert same_bits(pages.in_chunks([100], start=144 - again)[again:], whole[name][144:180])
 
 
 @pytest.mark.parametrize("name", ["mistral of 64", "qwen3 of 24"])
 def test_bfloat16_state_is_as_exact(models: dict[str, LoadedModel], name: str) -> None:
     at_once = pages_of(models[name], TOKENS[:200], dtype="bfloat16").in_chunks([200])
     pages = pages_of(models[name], TOKENS[:200], dtype="bfloat16")
-    assert same(pages.in_chunks([50, 1, 7]), at_once)
+    assert same_bits(pages.in_chunks([50, 1, 7]), at_once)
     pages.take_up(0, start=112, boundary=112)
-    assert same(pages.in_chunks([9], start=112), at_once[112:])
+    assert same_bits(pages.in_chunks([9], start=112), at_once[112:])
 
 
 def piece(*, block: BlockId = NO_BLOCK, segment: BlockId = NO_BLOCK) -> Piece:
@@ -245,7 +246,7 @@ def test_a_runner_takes_up_what_another_has_saved(
     )
     for steps, first in (((beside, resumed), 40), ((resumed, beside), 0)):
         got = there.logits(*steps)[first:][again * BLOCK :]
-        assert same(got[: end - boundary * BLOCK], expected[boundary * BLOCK :])
+        assert same_bits(got[: end - boundary * BLOCK], expected[boundary * BLOCK :])
     unsaved = [b for b in range(1, there.num_blocks) if b not in moved.values()]
     assert there.memory.segments is not None and there.memory.segments[unsaved].isnan().all()
 
