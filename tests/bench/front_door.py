@@ -22,7 +22,7 @@ from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams
 from tests.checkpoints import smollm2
-from tests.cluster.served import ROOT, Served
+from tests.cluster.served import ROOT, Served, private_ray
 
 MODEL_LEN, MEMORY, MEMORY_BYTES = 2048, "2GiB", 2 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS, PREFILLS = 128, 256, 3, 10
@@ -120,32 +120,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     checkpoint = smollm2()
-    with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
-        ray.init(
-            address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=directory
-        )
-        config = EngineConfig(
-            checkpoint=str(checkpoint),
-            max_model_len=MODEL_LEN,
-            memory_bytes=MEMORY_BYTES,
-            threads=args.threads,
-            max_num_seqs=args.streams,
-        )
-        flags = [
-            *("--max-model-len", str(MODEL_LEN), "--memory", MEMORY, "--threads", str(args.threads)),
-            *("--max-num-seqs", str(args.streams), "--block-size", str(config.block_size)),
-        ]
-        address = ray.get_runtime_context().gcs_address
-        with Served.start(checkpoint, address, *flags) as served:
-            served.wait_until_ready()
-            engine = DirectEngine(config)
+    config = EngineConfig(
+        checkpoint=str(checkpoint),
+        max_model_len=MODEL_LEN,
+        memory_bytes=MEMORY_BYTES,
+        threads=args.threads,
+        max_num_seqs=args.streams,
+    )
+    flags = [
+        *("--max-model-len", str(MODEL_LEN), "--memory", MEMORY, "--threads", str(args.threads)),
+        *("--max-num-seqs", str(args.streams), "--block-size", str(config.block_size)),
+    ]
+    with (
+        private_ray(object_store_bytes=None) as address,
+        Served.start(checkpoint, address, *flags) as served,
+    ):
+        served.wait_until_ready()
+        engine = DirectEngine(config)
 
-            async def run() -> None:
-                await engine.start()
-                await measure(served, engine, args.streams)
+        async def run() -> None:
+            await engine.start()
+            await measure(served, engine, args.streams)
 
-            asyncio.run(run())
-        ray.shutdown()
+        asyncio.run(run())
 
 
 if __name__ == "__main__":

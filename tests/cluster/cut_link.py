@@ -6,8 +6,6 @@ that of an engine without a cache, if anything is held at the end, or if fetches
 """
 
 import argparse
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +21,7 @@ from shoal.actors.engine.build import build_engine
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.fetcher import DEADLINE_S
 from shoal.actors.messages import EngineId, IngressId
-from shoal.cluster.bench.two_nodes import another_node
+from shoal.cluster.bench.two_nodes import another_node, private_ray
 from shoal.kvstore.messages import StoreId
 from tests.checkpoints import tiny_gemma3
 from tests.cluster.test_store_faults import (
@@ -96,24 +94,13 @@ def main() -> None:
         with two_hosts():
             again = [sys.executable, "-m", "tests.cluster.cut_link", "--inside"]
             sys.exit(subprocess.run(["ip", "netns", "exec", HERE, *again], check=False).returncode)
-    directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            log_to_driver=False,
-            _node_ip_address=HERE_IP,
-            _temp_dir=directory,
-        )
-        with another_node(OBJECT_STORE, node_ip=THERE_IP, prefix=["ip", "netns", "exec", THERE]) as there:
-            _cut(ray.get_runtime_context().get_node_id(), there, Path(directory))
-            ray.shutdown()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        private_ray(object_store_bytes=OBJECT_STORE, node_ip=HERE_IP),
+        another_node(OBJECT_STORE, node_ip=THERE_IP, prefix=["ip", "netns", "exec", THERE]) as there,
+    ):
+        _cut(ray.get_runtime_context().get_node_id(), there, Path(directory))
+        ray.shutdown()  # first, as in `two_nodes`
 
 
 def _cut(here: str, there: str, directory: Path) -> None:
