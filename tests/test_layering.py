@@ -44,7 +44,6 @@ MAY_USE_RAY = (
     "shoal.kvstore.metrics",
     "shoal.kvstore.object_store",
     "shoal.kvstore.reporter",
-    "shoal.cluster.ending",
     "shoal.cluster.launcher",
     "shoal.cluster.serve",
     "shoal.cluster.supervisor_actor",
