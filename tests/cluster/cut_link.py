@@ -12,30 +12,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import ray
 
-from shoal.actors.engine.build import build_engine
-from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.fetcher import DEADLINE_S
-from shoal.actors.messages import EngineId, IngressId
+from shoal.actors.messages import EngineId
 from shoal.cluster.bench.two_nodes import another_node, private_ray
-from shoal.kvstore.messages import StoreId
-from tests.checkpoints import tiny_gemma3
 from tests.cluster.test_store_faults import (
-    BLOCK,
-    BUDGET,
     OBJECT_STORE,
     WHOLE,
     Nodes,
     Process,
     Store,
+    engine_config,
     get,
-    tokens,
+    without_cache,
 )
-from tests.cluster.watched import Answer, HeldStore, WatchedEngine, request
+from tests.cluster.watched import Answer, WatchedEngine
 
 HERE, THERE = "shoal-here", "shoal-there"
 HERE_IP, THERE_IP = "10.77.0.1", "10.77.0.2"
@@ -79,14 +73,6 @@ def link_cut() -> Iterator[None]:
             ip("-n", name, "neighbour", "delete", other, "dev", "veth0")
 
 
-def alone(config: EngineConfig, prompt: int) -> Answer:
-    engine = build_engine(replace(config, prefix_cache="naive")).engine
-    replies = engine.submit(request("alone", tokens(prompt)), IngressId("alone"))
-    while engine.has_work:
-        replies += engine.step()
-    return Answer.of([reply.chunk for reply in replies])
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     arguments.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -104,27 +90,17 @@ def main() -> None:
 
 
 def _cut(here: str, there: str, directory: Path) -> None:
-    config = EngineConfig(
-        checkpoint=str(tiny_gemma3(directory / "gemma3", head_dim=128)),
-        max_model_len=512,
-        memory_bytes=100 << 20,
-        threads=1,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_num_batched_tokens=128,
-    )
+    config = engine_config(directory)
+    alone = without_cache(config)
     nodes = Nodes(here, there, config)
-    store = Store("store", nodes.start(there, HeldStore, StoreId("store"), BUDGET))
-    get(store.actor.start.remote())
     reader, writer = (
         Process(nodes.start(node, WatchedEngine, EngineId(f"on {node}"), config, DEADLINE_S))
         for node in (here, there)
     )
     get([reader.actor.start.remote(), writer.actor.start.remote()])
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("store", writer=writer, reader=reader)
     for prompt, cut_s in ((10, SHORT_S), (11, LONG_S)):
-        expected = alone(config, prompt)
+        expected = alone(prompt)
         writer.save(prompt)
         _ask_in_a_cut(reader, store, prompt, cut_s, expected)
         _ask_until_fetched(reader, store, prompt, expected)
