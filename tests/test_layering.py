@@ -36,6 +36,7 @@ MAY_USE_RAY = (
     "shoal.actors.router.actor",
     "shoal.cluster.bench.bytes_engine",
     "shoal.cluster.bench.decode_beside_saving",
+    "shoal.cluster.bench.engine_stream",
     "shoal.cluster.bench.instant_engine",
     "shoal.cluster.bench.reuse_nodes",
     "shoal.cluster.bench.store",
