@@ -20,12 +20,13 @@ import ray
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams, TokenBatch
 from tests.checkpoints import smollm2
 from tests.cluster.served import ROOT, Served, private_ray
 
 MODEL_LEN, MEMORY, MEMORY_BYTES = 2048, "2GiB", 2 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS, PREFILLS = 128, 256, 3, 10
+HEAR_DEADLINE_S = 60.0
 READER = IngressId("front-door-bench")
 
 
@@ -39,7 +40,7 @@ class DirectEngine:
     async def start(self) -> None:
         await self._actor.start.remote()
         self._stream = aiter(self._actor.stream.options(num_returns="streaming").remote(READER))
-        await anext(self._stream)  # the batch that opens it
+        await self._hear()  # the batch that opens it
 
     async def submit(self, max_tokens: int) -> None:
         self._num_requests += 1
@@ -61,7 +62,7 @@ class DirectEngine:
         begun: set[RequestId] = set()
         ended, tokens, started, last = 0, 0, 0.0, 0.0
         while ended < streams:
-            batch = await asyncio.wait_for(await anext(self._stream), 60)
+            batch = await self._hear()
             if len(begun) == streams and not ended:
                 tokens += sum(len(chunk.token_ids) for chunk in batch.chunks)
                 last = time.perf_counter()
@@ -74,8 +75,13 @@ class DirectEngine:
     async def first_token_s(self) -> float:
         started = time.perf_counter()
         await self.submit(1)
-        await asyncio.wait_for(await anext(self._stream), 60)
+        await self._hear()
         return time.perf_counter() - started
+
+    async def _hear(self) -> TokenBatch:
+        async with asyncio.timeout(HEAR_DEADLINE_S):
+            batch: TokenBatch = await (await anext(self._stream))
+            return batch
 
 
 def bench_serve(url: str, *flags: str) -> Any:
