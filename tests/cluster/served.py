@@ -122,6 +122,25 @@ class Served:
     def actor(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self.namespace)
 
+    def pid(self, name: str) -> int:
+        return int(ray.get(self.actor(name).__ray_call__.remote(lambda _: os.getpid()), timeout=10))
+
+    def ready_engines(self) -> set[str]:
+        """By the supervisor's account; none while it is away or anybody is missing."""
+        try:
+            status = ray.get(self.actor("supervisor").status.remote(), timeout=10)
+        except (ValueError, ray.exceptions.RayError):
+            return set()
+        return {engine.engine_id for engine in status.engines} if status.ready else set()
+
+    def loads(self) -> dict[str, int]:
+        """Of engines, by the router's account."""
+        answer: dict[str, int] = ray.get(self.actor("router").loads.remote(), timeout=10)
+        return answer
+
+    def holds_a_request(self, name: str) -> bool:
+        return bool(ray.get(self.actor(name).health.remote(), timeout=10).num_requests)
+
     def num_requests(self) -> int:
         """Running and waiting on all engines."""
         healths = [self.actor(name).health.remote() for name in self.engine_names()]
