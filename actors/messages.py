@@ -104,6 +104,13 @@ class CachedTokens:
     def total(self) -> int:
         return self.device + self.own_store + self.other_store
 
+    def __add__(self, other: "CachedTokens") -> "CachedTokens":
+        return CachedTokens(
+            device=self.device + other.device,
+            own_store=self.own_store + other.own_store,
+            other_store=self.other_store + other.other_store,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:

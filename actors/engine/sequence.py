@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.pools import Holding
 from shoal.actors.engine.step import Draw, SequenceId
-from shoal.actors.engine.transfers import FetchId, Place
+from shoal.actors.engine.transfers import FetchId, Place, tokens_by_place
 from shoal.actors.messages import (
     CachedTokens,
     EngineRequest,
@@ -147,15 +147,8 @@ class Sequence:
         self.num_planned = self.num_computed = resume.start * block_size
         self.num_promised = 0
         if self.cached_tokens is None:
-            self.cached_tokens = self._cached_tokens(resume.start, block_size)
-
-    def _cached_tokens(self, num_blocks: int, block_size: int) -> CachedTokens:
-        places = [self.fetched.get(key) for key in self.keys[1 : num_blocks + 1]]
-        return CachedTokens(
-            device=places.count(None) * block_size,
-            own_store=places.count("own_store") * block_size,
-            other_store=places.count("other_store") * block_size,
-        )
+            places = [self.fetched.get(key) for key in self.keys[1 : resume.start + 1]]
+            self.cached_tokens = tokens_by_place(places, block_size)
 
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""

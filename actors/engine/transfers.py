@@ -1,12 +1,12 @@
 """What moves between the device and the stores: the terms that scheduler, runner and those who copy share."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NewType
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
-from shoal.actors.messages import StoreId
+from shoal.actors.messages import CachedTokens, StoreId
 from shoal.kvstore.block_hash import BlockKey
 
 FetchId = NewType("FetchId", int)
@@ -16,6 +16,15 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 Place = Literal["own_store", "other_store"]
 """Of what was fetched: the engine's own node's store, or another node's."""
+
+
+def tokens_by_place(places: Sequence[Place | None], block_size: int) -> CachedTokens:
+    """places: of each block; None is the device, on which it was before."""
+    return CachedTokens(
+        device=places.count(None) * block_size,
+        own_store=places.count("own_store") * block_size,
+        other_store=places.count("other_store") * block_size,
+    )
 
 
 class Fallback(StrEnum):

@@ -175,13 +175,8 @@ async def whole_choices(
 
 def total_usage(choices: Sequence[Transcript]) -> Usage:
     usages = [choice.usage for choice in choices]
-    places = [usage.cached_tokens_by_place for usage in usages]
     return Usage.of(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
-        CachedTokens(
-            device=sum(place.device for place in places),
-            own_store=sum(place.own_store for place in places),
-            other_store=sum(place.other_store for place in places),
-        ),
+        sum((usage.cached_tokens_by_place for usage in usages), CachedTokens()),
     )

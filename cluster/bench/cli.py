@@ -80,11 +80,12 @@ def store(
 ) -> None:
     """Save to and fetch from a KV store, on two nodes of a private Ray, beside memcpy and TCP."""
     from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
+    from shoal.cluster.bench.engine_stream import EngineFailed  # noqa: PLC0415
     from shoal.cluster.bench.store import bench_store, report  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
 
     console = Console()
-    with one_line_errors(ModelSourceError):
+    with one_line_errors(ModelSourceError, EngineFailed):
         _check_writable(json_file)
         config = None
         if decode:
@@ -112,6 +113,7 @@ def reuse(
     """Time to first token with a prefix nowhere, on the device, in its node's store, in another node's."""
     from shoal.actors.engine.config import EngineConfig  # noqa: PLC0415  (torch takes seconds)
     from shoal.actors.engine.models.decoder_config import load_config, longest_length  # noqa: PLC0415
+    from shoal.cluster.bench.engine_stream import EngineFailed  # noqa: PLC0415
     from shoal.cluster.bench.reuse import ReuseError, measure, report  # noqa: PLC0415
     from shoal.cluster.bench.reuse_nodes import OUTPUT_TOKENS, started  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError, resolve_model  # noqa: PLC0415
@@ -120,7 +122,7 @@ def reuse(
     block_size = 128
     prefix_tokens = -(-prefix_tokens // block_size) * block_size
     prompt_tokens = prefix_tokens + block_size
-    with one_line_errors(ModelSourceError, ReuseError):
+    with one_line_errors(ModelSourceError, ReuseError, EngineFailed):
         _check_writable(json_file)
         checkpoint = resolve_model(model)
         limit = longest_length(load_config(checkpoint.directory))

@@ -13,13 +13,13 @@ from rich.progress import track
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams, TokenBatch
+from shoal.actors.messages import EngineId, EngineRequest, RequestId, SamplingParams
+from shoal.cluster.bench.engine_stream import INGRESS, EngineStream
 from shoal.kvstore.messages import StoreId
 
 ROUNDS = 9
 NUM_SEQS, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 16, 260
 """Few of a prompt: nearly all is decoded, and two blocks of each sequence fill up while it is."""
-INGRESS = IngressId("bench")
 START_DEADLINE_S, TURN_DEADLINE_S = 300.0, 300.0
 
 
@@ -38,7 +38,7 @@ class _Turns:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._stream = engine.stream.options(num_returns="streaming").remote(INGRESS)
+        self._stream = EngineStream(engine)
         self._ids = count()
         self._random = random.Random(0)
 
@@ -50,14 +50,11 @@ class _Turns:
     def tokens_per_s(self) -> float:
         started = time.perf_counter()
         waiting = {self._submit() for _ in range(NUM_SEQS)}
-        deadline = time.monotonic() + TURN_DEADLINE_S
-        while waiting:
-            batch: TokenBatch = ray.get(next(self._stream), timeout=deadline - time.monotonic())
-            for chunk in batch.chunks:
-                if chunk.error is not None:
-                    raise RuntimeError(f"a request failed: {chunk.error.message}")
-                if chunk.finish_reason is not None:
-                    waiting.remove(chunk.request_id)
+        for chunk in self._stream.chunks(TURN_DEADLINE_S):
+            if chunk.finish_reason is not None:
+                waiting.remove(chunk.request_id)
+                if not waiting:
+                    break
         return NUM_SEQS * OUTPUT_TOKENS / (time.perf_counter() - started)
 
     def _submit(self) -> RequestId:

@@ -1,9 +1,6 @@
 """A cluster without its engines' work: our front door and router over an actor that answers at once."""
 
 import asyncio
-import logging
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +27,7 @@ from shoal.actors.messages import (
     TokenChunk,
 )
 from shoal.actors.router.actor import RouterActor
+from shoal.cluster.bench.two_nodes import private_ray
 from shoal.kvstore.reporter import Reporter
 
 BLOCK_SIZE = 128
@@ -127,22 +125,9 @@ class FrontDoor:
 @contextmanager
 def front_door(model: ModelCard, num_engines: int) -> Iterator[str]:
     """In a private Ray; yields the URL."""
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=directory,
-        )
-        try:
-            door = FrontDoor(model, num_engines)
-            yield door.start()
-        finally:
-            ray.shutdown()
+    with private_ray(object_store_bytes=OBJECT_STORE_BYTES):
+        door = FrontDoor(model, num_engines)
+        yield door.start()
 
 
 def _actor(actor_class: type, *args: Any) -> Any:

@@ -16,14 +16,13 @@ from shoal.actors.messages import (
     EngineId,
     EngineInfo,
     EngineRequest,
-    IngressId,
     PrefixSource,
     RequestId,
     SamplingParams,
     StoreId,
-    TokenBatch,
     TokenChunk,
 )
+from shoal.cluster.bench.engine_stream import CALL_DEADLINE_S, INGRESS, EngineStream
 from shoal.cluster.bench.reuse import Answer, ReuseError, TwoNodes
 from shoal.cluster.bench.two_nodes import on, two_nodes
 from shoal.kvstore.actor import StoreActor
@@ -31,10 +30,9 @@ from shoal.kvstore.block_hash import extend_keys, root_key, segment_key
 from shoal.kvstore.sizes import format_size
 
 OBJECT_STORE_BYTES, BUDGET_BYTES = 1 << 30, 512 << 20
-START_DEADLINE_S, ANSWER_DEADLINE_S, CALL_DEADLINE_S = 300.0, 300.0, 60.0
+START_DEADLINE_S, ANSWER_DEADLINE_S = 300.0, 300.0
 POLL_S = 0.02
 OUTPUT_TOKENS = 4
-INGRESS = IngressId("bench")
 
 
 class RayEngine:
@@ -52,7 +50,7 @@ class RayEngine:
             if not isinstance(error.cause, ValueError):
                 raise
             raise ReuseError(str(error.cause)) from error
-        self._stream = self._actor.stream.options(num_returns="streaming").remote(INGRESS)
+        self._stream = EngineStream(self._actor)
         return info
 
     def use_stores(self, stores: dict[StoreId, Any], own: StoreId) -> None:
@@ -82,18 +80,9 @@ class RayEngine:
         )
 
     def _chunks(self, request_id: RequestId) -> Iterator[TokenChunk]:
-        """Until the last. Raises ReuseError if the engine fails, or says nothing."""
-        deadline = time.monotonic() + ANSWER_DEADLINE_S
-        while True:
-            ready, _ = ray.wait([self._stream], timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ReuseError(f"an engine gave no answer within {ANSWER_DEADLINE_S:.0f} s")
-            batch: TokenBatch = ray.get(next(self._stream), timeout=CALL_DEADLINE_S)
-            for chunk in batch.chunks:
-                if chunk.request_id != request_id:
-                    continue
-                if chunk.error is not None:
-                    raise ReuseError(f"an engine failed: {chunk.error.message}")
+        """Until the last. Raises EngineFailed."""
+        for chunk in self._stream.chunks(ANSWER_DEADLINE_S):
+            if chunk.request_id == request_id:
                 yield chunk
                 if chunk.finish_reason is not None:
                     return

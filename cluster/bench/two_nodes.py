@@ -1,5 +1,6 @@
-"""Two nodes of one Ray on this machine, which nobody else finds by accident."""
+"""A Ray on this machine, of one node or two, which nobody else finds by accident."""
 
+import logging
 import os
 import shutil
 import subprocess
@@ -18,25 +19,35 @@ _ANY_PORTS = ("node-manager-port", "object-manager-port", "min-worker-port", "ma
 
 
 @contextmanager
-def two_nodes(object_store_bytes: int) -> Iterator[tuple[str, str]]:
-    """A private Ray; the ids of its nodes, the first of which is this process's."""
+def private_ray(
+    *, num_cpus: int = 4, object_store_bytes: int | None = None, node_ip: str | None = None
+) -> Iterator[str]:
+    """Ends with the block, and may be shut down before; yields its address. None: as Ray chooses."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
     try:
         ray.init(
             address="local",
-            num_cpus=4,
+            num_cpus=num_cpus,
             include_dashboard=False,
             object_store_memory=object_store_bytes,
             log_to_driver=False,
+            logging_level=logging.WARNING,
+            _node_ip_address=node_ip,
             _temp_dir=directory,
         )
-        with another_node(object_store_bytes) as there:
-            yield ray.get_runtime_context().get_node_id(), there
-            ray.shutdown()  # first, or it would complain at length that the other node is gone
+        yield ray.get_runtime_context().gcs_address
     finally:
         ray.shutdown()
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def two_nodes(object_store_bytes: int) -> Iterator[tuple[str, str]]:
+    """A private Ray; the ids of its nodes, the first of which is this process's."""
+    with private_ray(object_store_bytes=object_store_bytes), another_node(object_store_bytes) as there:
+        yield ray.get_runtime_context().get_node_id(), there
+        ray.shutdown()  # first, or it would complain at length that the other node is gone
 
 
 @contextmanager

@@ -20,12 +20,13 @@ import ray
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.actors.messages import EngineId, EngineRequest, IngressId, RequestId, SamplingParams, TokenBatch
 from tests.checkpoints import smollm2
-from tests.cluster.served import ROOT, Served
+from tests.cluster.served import ROOT, Served, private_ray
 
 MODEL_LEN, MEMORY, MEMORY_BYTES = 2048, "2GiB", 2 << 30
 PROMPT_TOKENS, OUTPUT_TOKENS, ROUNDS, PREFILLS = 128, 256, 3, 10
+HEAR_DEADLINE_S = 60.0
 READER = IngressId("front-door-bench")
 
 
@@ -39,7 +40,7 @@ class DirectEngine:
     async def start(self) -> None:
         await self._actor.start.remote()
         self._stream = aiter(self._actor.stream.options(num_returns="streaming").remote(READER))
-        await anext(self._stream)  # the batch that opens it
+        await self._hear()  # the batch that opens it
 
     async def submit(self, max_tokens: int) -> None:
         self._num_requests += 1
@@ -61,7 +62,7 @@ class DirectEngine:
         begun: set[RequestId] = set()
         ended, tokens, started, last = 0, 0, 0.0, 0.0
         while ended < streams:
-            batch = await asyncio.wait_for(await anext(self._stream), 60)
+            batch = await self._hear()
             if len(begun) == streams and not ended:
                 tokens += sum(len(chunk.token_ids) for chunk in batch.chunks)
                 last = time.perf_counter()
@@ -74,8 +75,13 @@ class DirectEngine:
     async def first_token_s(self) -> float:
         started = time.perf_counter()
         await self.submit(1)
-        await asyncio.wait_for(await anext(self._stream), 60)
+        await self._hear()
         return time.perf_counter() - started
+
+    async def _hear(self) -> TokenBatch:
+        async with asyncio.timeout(HEAR_DEADLINE_S):
+            batch: TokenBatch = await (await anext(self._stream))
+            return batch
 
 
 def bench_serve(url: str, *flags: str) -> Any:
@@ -120,32 +126,29 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
     checkpoint = smollm2()
-    with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
-        ray.init(
-            address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=directory
-        )
-        config = EngineConfig(
-            checkpoint=str(checkpoint),
-            max_model_len=MODEL_LEN,
-            memory_bytes=MEMORY_BYTES,
-            threads=args.threads,
-            max_num_seqs=args.streams,
-        )
-        flags = [
-            *("--max-model-len", str(MODEL_LEN), "--memory", MEMORY, "--threads", str(args.threads)),
-            *("--max-num-seqs", str(args.streams), "--block-size", str(config.block_size)),
-        ]
-        address = ray.get_runtime_context().gcs_address
-        with Served.start(checkpoint, address, *flags) as served:
-            served.wait_until_ready()
-            engine = DirectEngine(config)
+    config = EngineConfig(
+        checkpoint=str(checkpoint),
+        max_model_len=MODEL_LEN,
+        memory_bytes=MEMORY_BYTES,
+        threads=args.threads,
+        max_num_seqs=args.streams,
+    )
+    flags = [
+        *("--max-model-len", str(MODEL_LEN), "--memory", MEMORY, "--threads", str(args.threads)),
+        *("--max-num-seqs", str(args.streams), "--block-size", str(config.block_size)),
+    ]
+    with (
+        private_ray(object_store_bytes=None) as address,
+        Served.start(checkpoint, address, *flags) as served,
+    ):
+        served.wait_until_ready()
+        engine = DirectEngine(config)
 
-            async def run() -> None:
-                await engine.start()
-                await measure(served, engine, args.streams)
+        async def run() -> None:
+            await engine.start()
+            await measure(served, engine, args.streams)
 
-            asyncio.run(run())
-        ray.shutdown()
+        asyncio.run(run())
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ import json
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-
-import ray
 
 from shoal.cluster.bench.contender import PeerError, PeerName
 from shoal.cluster.bench.gguf_weights import cached_gguf
@@ -28,7 +25,7 @@ from shoal.cluster.bench.server_process import free_port, running
 from shoal.cluster.bench.vllm_peer import check_vllm, environment
 from tests.bench.front_door import bench_serve
 from tests.checkpoints import smollm2
-from tests.cluster.served import Served, wait_for
+from tests.cluster.served import Served, private_ray, wait_for
 
 MODEL_LEN, MEMORY_GIB = 2048, 4
 START_DEADLINE_S = 1200.0
@@ -58,32 +55,25 @@ SERVERS = {PeerName.LLAMA_CPP: llama_server, PeerName.VLLM: vllm_server}
 
 @contextmanager
 def our_cluster(checkpoint: Path, args: argparse.Namespace) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="shoal-ray-", dir="/tmp") as directory:
-        ray.init(
-            address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _temp_dir=directory
-        )
+    with private_ray(object_store_bytes=None) as address:
         # Only now: ray.init takes SIGTERM for itself, and would end us without ending the servers.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        try:
-            flags = {
-                "--threads": args.threads // args.engines,
-                "--memory": f"{MEMORY_GIB / args.engines}GiB",
-                "--max-model-len": MODEL_LEN,
-                "--max-num-seqs": args.streams,
-                "--block-size": 128,
-            }
-            words = [str(word) for flag in flags.items() for word in flag]
-            address = ray.get_runtime_context().gcs_address
-            with Served.start(checkpoint, address, *words, engines=args.engines) as served:
-                served.wait_until_ready()
-                wait_for(
-                    lambda: len(served.engine_names()) == args.engines,
-                    "all engines",
-                    within_s=START_DEADLINE_S,
-                )
-                yield served.url
-        finally:
-            ray.shutdown()
+        flags = {
+            "--threads": args.threads // args.engines,
+            "--memory": f"{MEMORY_GIB / args.engines}GiB",
+            "--max-model-len": MODEL_LEN,
+            "--max-num-seqs": args.streams,
+            "--block-size": 128,
+        }
+        words = [str(word) for flag in flags.items() for word in flag]
+        with Served.start(checkpoint, address, *words, engines=args.engines) as served:
+            served.wait_until_ready()
+            wait_for(
+                lambda: len(served.engine_names()) == args.engines,
+                "all engines",
+                within_s=START_DEADLINE_S,
+            )
+            yield served.url
 
 
 def load(url: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:

@@ -30,7 +30,6 @@ from shoal.cluster.bench.serve.run import ServeBenchConfig, run_bench
 from shoal.cluster.bench.serve.workload import Lengths, WorkloadConfig
 from tests.checkpoints import smollm2
 from tests.cluster.served import Served, private_ray, wait_for
-from tests.cluster.test_failures import loads
 
 TAIL_TOKENS, OUTPUT_TOKENS = 32, 8
 MOST_OVER_MEAN, LEAST_HIT_SHARE = 1.5, 0.9
@@ -153,7 +152,7 @@ def watched(served: Served) -> Iterator[list[Sample]]:
 
     def watch() -> None:
         while not done.wait(SAMPLE_S):
-            num_requests = loads(served)
+            num_requests = served.loads()
             samples.append(Sample(at=time.perf_counter(), num_requests=num_requests))
 
     with ThreadPoolExecutor(1) as pool:
@@ -196,7 +195,7 @@ def cluster(num_engines: int, address: str, store_memory: str) -> Iterator[Serve
     with Served.start(smollm2(), address, *flags, *more, engines=num_engines) as served:
         served.wait_until_ready()
         wait_for(
-            lambda: len(loads(served)) == num_engines and (store_memory == "0" or served.store_names()),
+            lambda: len(served.loads()) == num_engines and (store_memory == "0" or served.store_names()),
             "all engines and the store",
             within_s=START_DEADLINE_S,
         )

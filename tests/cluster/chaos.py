@@ -23,7 +23,6 @@ import ray
 from tests.checkpoints import smollm2, tiny_llama
 from tests.cluster.served import Served, private_ray, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
-from tests.cluster.test_failures import holds_a_request, loads, pid, ready_engines
 
 ROLES = ("engine", "router", "store", "supervisor")
 REPLACED_WITHIN_S = 180.0
@@ -86,26 +85,26 @@ class Blow:
         """What is returned says whether the cluster is whole again: the victim has a successor, and everybody
         knows everybody."""
         victim = self._victim(served)
-        before = pid(served, victim)
+        before = served.pid(victim)
         os.kill(before, self.signal)
 
         def is_replaced() -> bool:
             if victim in served.names():
-                return pid(served, victim) != before
-            return self.role in ("engine", "store") and victim not in ready_engines(served)
+                return served.pid(victim) != before
+            return self.role in ("engine", "store") and victim not in served.ready_engines()
 
         return lambda: _is_true(is_replaced) and _is_true(lambda: is_whole(served))
 
     def _victim(self, served: Served) -> str:
         if self.role == "engine":
             names = served.engine_names()
-            busy = [name for name in names if _is_true(partial(holds_a_request, served, name))]
+            busy = [name for name in names if _is_true(partial(served.holds_a_request, name))]
             return (busy or names)[0]
         return served.store_names()[0] if self.role == "store" else self.role
 
 
 def is_whole(served: Served) -> bool:
-    ready, on_router = ready_engines(served), loads(served)
+    ready, on_router = served.ready_engines(), served.loads()
     return (
         bool(ready) and ready == set(on_router) and bool(served.store_names()) and served.get("/ready") == 200
     )

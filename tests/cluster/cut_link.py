@@ -6,38 +6,30 @@ that of an engine without a cache, if anything is held at the end, or if fetches
 """
 
 import argparse
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import ray
 
-from shoal.actors.engine.build import build_engine
-from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.fetcher import DEADLINE_S
-from shoal.actors.messages import EngineId, IngressId
-from shoal.cluster.bench.two_nodes import another_node
-from shoal.kvstore.messages import StoreId
-from tests.checkpoints import tiny_gemma3
+from shoal.actors.messages import EngineId
+from shoal.cluster.bench.two_nodes import another_node, private_ray
 from tests.cluster.test_store_faults import (
-    BLOCK,
-    BUDGET,
     OBJECT_STORE,
     WHOLE,
     Nodes,
     Process,
     Store,
+    engine_config,
     get,
-    tokens,
+    without_cache,
 )
-from tests.cluster.watched import Answer, HeldStore, WatchedEngine, request
+from tests.cluster.watched import Answer, WatchedEngine
 
 HERE, THERE = "shoal-here", "shoal-there"
 HERE_IP, THERE_IP = "10.77.0.1", "10.77.0.2"
@@ -81,14 +73,6 @@ def link_cut() -> Iterator[None]:
             ip("-n", name, "neighbour", "delete", other, "dev", "veth0")
 
 
-def alone(config: EngineConfig, prompt: int) -> Answer:
-    engine = build_engine(replace(config, prefix_cache="naive")).engine
-    replies = engine.submit(request("alone", tokens(prompt)), IngressId("alone"))
-    while engine.has_work:
-        replies += engine.step()
-    return Answer.of([reply.chunk for reply in replies])
-
-
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     arguments.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -96,48 +80,27 @@ def main() -> None:
         with two_hosts():
             again = [sys.executable, "-m", "tests.cluster.cut_link", "--inside"]
             sys.exit(subprocess.run(["ip", "netns", "exec", HERE, *again], check=False).returncode)
-    directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    try:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE,
-            log_to_driver=False,
-            _node_ip_address=HERE_IP,
-            _temp_dir=directory,
-        )
-        with another_node(OBJECT_STORE, node_ip=THERE_IP, prefix=["ip", "netns", "exec", THERE]) as there:
-            _cut(ray.get_runtime_context().get_node_id(), there, Path(directory))
-            ray.shutdown()
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        private_ray(object_store_bytes=OBJECT_STORE, node_ip=HERE_IP),
+        another_node(OBJECT_STORE, node_ip=THERE_IP, prefix=["ip", "netns", "exec", THERE]) as there,
+    ):
+        _cut(ray.get_runtime_context().get_node_id(), there, Path(directory))
+        ray.shutdown()  # first, as in `two_nodes`
 
 
 def _cut(here: str, there: str, directory: Path) -> None:
-    config = EngineConfig(
-        checkpoint=str(tiny_gemma3(directory / "gemma3", head_dim=128)),
-        max_model_len=512,
-        memory_bytes=100 << 20,
-        threads=1,
-        block_size=BLOCK,
-        max_num_seqs=4,
-        max_num_batched_tokens=128,
-    )
+    config = engine_config(directory)
+    alone = without_cache(config)
     nodes = Nodes(here, there, config)
-    store = Store("store", nodes.start(there, HeldStore, StoreId("store"), BUDGET))
-    get(store.actor.start.remote())
     reader, writer = (
         Process(nodes.start(node, WatchedEngine, EngineId(f"on {node}"), config, DEADLINE_S))
         for node in (here, there)
     )
     get([reader.actor.start.remote(), writer.actor.start.remote()])
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("store", writer=writer, reader=reader)
     for prompt, cut_s in ((10, SHORT_S), (11, LONG_S)):
-        expected = alone(config, prompt)
+        expected = alone(prompt)
         writer.save(prompt)
         _ask_in_a_cut(reader, store, prompt, cut_s, expected)
         _ask_until_fetched(reader, store, prompt, expected)

@@ -1,11 +1,9 @@
 """`shoal serve` as a child process, and a look at its actors from outside."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,32 +18,21 @@ import ray
 from openai import OpenAI
 from ray.util import list_named_actors
 
+from shoal.cluster.bench.two_nodes import private_ray as one_node
+
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else Ray writes a token under the home folder
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 ROOT = Path(__file__).parents[2]
 READY_DEADLINE_S = 120.0
 
 
 @contextmanager
-def private_ray(*, object_store_bytes: int = 200 << 20) -> Iterator[str]:
-    """A Ray of one node that ends with the block; yields its address."""
+def private_ray(*, object_store_bytes: int | None = 200 << 20) -> Iterator[str]:
+    """Of one node with eight CPUs, whatever the machine has; yields its address. None: as Ray chooses."""
     os.environ["PYTHONPATH"] = str(ROOT / ".src")  # for Ray's workers, where shoal is not installed
-    directory = tempfile.mkdtemp(prefix="shoal-ray-", dir="/tmp")  # Ray's socket paths must be short
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        object_store_memory=object_store_bytes,
-        log_to_driver=False,
-        _temp_dir=directory,
-    )
-    try:
-        yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
+    with one_node(num_cpus=8, object_store_bytes=object_store_bytes) as address:
+        yield address
 
 
 def wait_for(condition: Callable[[], Any], what: str, *, within_s: float = 60.0) -> Any:
@@ -134,6 +121,25 @@ class Served:
 
     def actor(self, name: str) -> Any:
         return ray.get_actor(name, namespace=self.namespace)
+
+    def pid(self, name: str) -> int:
+        return int(ray.get(self.actor(name).__ray_call__.remote(lambda _: os.getpid()), timeout=10))
+
+    def ready_engines(self) -> set[str]:
+        """By the supervisor's account; none while it is away or anybody is missing."""
+        try:
+            status = ray.get(self.actor("supervisor").status.remote(), timeout=10)
+        except (ValueError, ray.exceptions.RayError):
+            return set()
+        return {engine.engine_id for engine in status.engines} if status.ready else set()
+
+    def loads(self) -> dict[str, int]:
+        """Of engines, by the router's account."""
+        answer: dict[str, int] = ray.get(self.actor("router").loads.remote(), timeout=10)
+        return answer
+
+    def holds_a_request(self, name: str) -> bool:
+        return bool(ray.get(self.actor(name).health.remote(), timeout=10).num_requests)
 
     def num_requests(self) -> int:
         """Running and waiting on all engines."""

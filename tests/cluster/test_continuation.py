@@ -13,7 +13,6 @@ import ray
 from tests.cluster.chaos import ROLES, Blow, Streams, disturb, metric
 from tests.cluster.served import Served, wait_for
 from tests.cluster.streamed import KINDS, Body, bodies, events, heard, spoken
-from tests.cluster.test_failures import holds_a_request, pid, ready_engines
 
 LONG = {"prompt": list(range(3, 60)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
@@ -32,8 +31,8 @@ def test_case_54_a_stream_goes_on_where_its_engine_died(three: Served) -> None:
     before = metric(three, "shoal_continuations_total")
     stream = events(three.url, LONG)
     first = [next(stream), next(stream)]
-    (victim,) = [name for name in three.engine_names() if holds_a_request(three, name)]
-    os.kill(pid(three, victim), signal.SIGKILL)
+    (victim,) = [name for name in three.engine_names() if three.holds_a_request(name)]
+    os.kill(three.pid(victim), signal.SIGKILL)
 
     def rest() -> Iterator[httpx.Headers | Body]:
         yield from first
@@ -51,7 +50,7 @@ def test_17_requests_right_after_an_engine_was_killed_are_all_served(three: Serv
     with ThreadPoolExecutor(20) as pool:
         statuses = list(pool.map(lambda i: asked(three, i)[0], range(20)))
     assert statuses == [200] * 20
-    wait_for(lambda: len(ready_engines(three) - {victim}) == 3, "a new engine")
+    wait_for(lambda: len(three.ready_engines() - {victim}) == 3, "a new engine")
 
 
 def asked(served: Served, first: int) -> tuple[int, str]:
@@ -63,7 +62,7 @@ def asked(served: Served, first: int) -> tuple[int, str]:
 
 def test_case_14_while_the_router_is_away_requests_are_served_and_say_so(three: Served) -> None:
     wait_for(lambda: asked(three, 100) == (200, "prefix"), "its second time")
-    router = pid(three, "router")
+    router = three.pid("router")
     os.kill(router, signal.SIGSTOP)
     try:
         blind = [asked(three, 100) for _ in range(3)]

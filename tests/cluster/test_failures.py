@@ -16,12 +16,8 @@ from tests.cluster.test_serving import PROMPT, complete, model
 
 def everybody_is_back(served: Served, *, but: str) -> bool:
     """The supervisor has noticed that `but` is gone, and has made the cluster whole again."""
-    engines = ready_engines(served)
+    engines = served.ready_engines()
     return len(engines) == 2 and but not in engines and served.get("/ready") == 200
-
-
-def pid(served: Served, name: str) -> int:
-    return int(ray.get(served.actor(name).__ray_call__.remote(lambda _: os.getpid()), timeout=10))
 
 
 def hang(served: Served, name: str) -> None:
@@ -32,7 +28,7 @@ def hang(served: Served, name: str) -> None:
 def test_an_engine_killed_while_idle_costs_no_request(served: Served) -> None:
     """Until the supervisor notices, the router would place on it: the ingress knows better."""
     victim = served.engine_names()[0]
-    os.kill(pid(served, victim), signal.SIGKILL)
+    os.kill(served.pid(victim), signal.SIGKILL)
     time.sleep(0.1)  # the stream's end reaches the ingress in some milliseconds
     for _ in range(20):
         assert complete(served, PROMPT, 2)
@@ -54,24 +50,24 @@ def test_router_and_ingress_are_replaced(served: Served, name: str, how: str) ->
     engines = served.engine_names()
     first = served.actor(name)
     if how == "killed":
-        os.kill(pid(served, name), signal.SIGKILL)
+        os.kill(served.pid(name), signal.SIGKILL)
     else:
         hang(served, name)
     wait_for(lambda: name in served.names() and served.actor(name) != first, f"a new {name}")
     wait_for(lambda: served.get("/ready") == 200, "ready again")
-    wait_for(lambda: len(loads(served)) == 2, "the router knows the engines")
+    wait_for(lambda: len(served.loads()) == 2, "the router knows the engines")
     assert complete(served, PROMPT)
     assert served.engine_names() == engines, "the engines were left alone"
 
 
 def test_a_supervisor_that_dies_comes_back_and_adopts_what_runs(served: Served) -> None:
-    before = {name: pid(served, name) for name in served.names()}
+    before = {name: served.pid(name) for name in served.names()}
     asked_before = num_snapshots(served)
     os.kill(before["supervisor"], signal.SIGKILL)
     assert complete(served, PROMPT), "nobody needs it to serve"
-    wait_for(lambda: ready_engines(served), "the supervisor is back")
+    wait_for(served.ready_engines, "the supervisor is back")
     assert num_snapshots(served) == asked_before, "the router has forgotten nothing"
-    after = {name: pid(served, name) for name in served.names()}
+    after = {name: served.pid(name) for name in served.names()}
     assert after.pop("supervisor") != before.pop("supervisor")
     assert after == before
     assert served.process.poll() is None
@@ -119,25 +115,7 @@ def _fail_once(actor: object) -> None:
     runner.prepare = fail_once
 
 
-def holds_a_request(served: Served, name: str) -> bool:
-    return bool(ray.get(served.actor(name).health.remote(), timeout=10).num_requests)
-
-
-def loads(served: Served) -> dict[str, int]:
-    answer: dict[str, int] = ray.get(served.actor("router").loads.remote(), timeout=10)
-    return answer
-
-
 def num_snapshots(served: Served) -> int:
     """That the router has asked for."""
     answer = served.actor("router").__ray_call__.remote(lambda router: router._members.num_snapshots)
     return int(ray.get(answer, timeout=10))
-
-
-def ready_engines(served: Served) -> set[str]:
-    """By the supervisor's account; none while it is away or anybody is missing."""
-    try:
-        status = ray.get(served.actor("supervisor").status.remote(), timeout=10)
-    except (ValueError, ray.exceptions.RayError):
-        return set()
-    return {engine.engine_id for engine in status.engines} if status.ready else set()

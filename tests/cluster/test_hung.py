@@ -12,7 +12,6 @@ from ray.exceptions import RayError
 
 from shoal.cluster.bench.two_nodes import another_node, on
 from tests.cluster.served import Served, wait_for
-from tests.cluster.test_failures import loads, pid, ready_engines
 from tests.cluster.test_serving import PROMPT, complete
 
 
@@ -26,7 +25,7 @@ def full(ray_address: str, checkpoint: Path) -> Iterator[Served]:
 
 
 def stop_one(served: Served, name: str) -> int:
-    stopped = pid(served, name)
+    stopped = served.pid(name)
     os.kill(stopped, signal.SIGSTOP)
     return stopped
 
@@ -41,7 +40,9 @@ def is_alive(number: int) -> bool:
 
 def is_whole(served: Served) -> bool:
     try:
-        return len(ready_engines(served)) == 2 and len(served.store_names()) == 1 and len(loads(served)) == 2
+        return (
+            len(served.ready_engines()) == 2 and len(served.store_names()) == 1 and len(served.loads()) == 2
+        )
     except (ValueError, RayError):  # no router, or it is about to go
         return False
 
@@ -75,12 +76,12 @@ def test_one_that_is_stopped_is_ended_and_replaced(full: Served, role: str) -> N
 
 
 def test_a_supervisor_that_is_stopped_is_ended_and_its_successor_adopts_what_runs(full: Served) -> None:
-    others = {name: pid(full, name) for name in full.names() - {"supervisor"}}
+    others = {name: full.pid(name) for name in full.names() - {"supervisor"}}
     number = stop_one(full, "supervisor")
     wait_for(lambda: not is_alive(number), "the driver ends it")
     assert complete(full, PROMPT), "nobody needs it to serve"
     wait_for(lambda: is_whole(full), "a new supervisor")
-    assert {name: pid(full, name) for name in full.names() - {"supervisor"}} == others
+    assert {name: full.pid(name) for name in full.names() - {"supervisor"}} == others
     assert full.process.poll() is None
 
 

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from tests.cluster.served import Served, wait_for
-from tests.cluster.test_failures import pid
 from tests.cluster.test_serving import PROMPT
 
 
@@ -42,7 +41,7 @@ def test_one_that_dies_costs_the_other_nothing_and_comes_back_where_it_was(serve
     with httpx.stream("POST", f"{second}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
-        os.kill(pid(served, "ingress-0"), signal.SIGKILL)
+        os.kill(served.pid("ingress-0"), signal.SIGKILL)
         assert [line for line in lines if line][-1] == "data: [DONE]"
     wait_for(lambda: served.get("/ready", first) == 200, "a new ingress on the same port")
     assert text(first) == text(second)

@@ -11,7 +11,6 @@ from shoal.cluster.bench.two_nodes import another_node
 from tests.cluster.chaos import metric
 from tests.cluster.served import Served, wait_for
 from tests.cluster.streamed import spoken
-from tests.cluster.test_failures import holds_a_request, pid, ready_engines
 
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
@@ -23,15 +22,15 @@ def test_case_54_a_stream_outlives_the_node_of_its_engine(ray_address: str, chec
         here = node_process(served, "router")
         with another_node(80 << 20):
             first, second = served.engine_names()
-            os.kill(pid(served, first), signal.SIGKILL)
-            wait_for(lambda: len(ready_engines(served) - {first, second}) == 1, "its successor, there")
+            os.kill(served.pid(first), signal.SIGKILL)
+            wait_for(lambda: len(served.ready_engines() - {first, second}) == 1, "its successor, there")
             (there,) = {node_process(served, name) for name in served.engine_names()} - {here}
             asked = [{**LONG, "prompt": list(range(i, i + 57))} for i in (3, 70)]
             expected = [spoken(served.url, body) for body in asked]
             before = metric(served, "shoal_continuations_total")
             with ThreadPoolExecutor(2) as pool:
                 answers = [pool.submit(spoken, served.url, body) for body in asked]
-                wait_for(lambda: all(holds_a_request(served, name) for name in served.engine_names()), "both")
+                wait_for(lambda: all(served.holds_a_request(name) for name in served.engine_names()), "both")
                 os.kill(there, signal.SIGKILL)
                 assert [answer.result(timeout=120) for answer in answers] == expected
             assert metric(served, "shoal_continuations_total") == before + 1

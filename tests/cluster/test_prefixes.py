@@ -7,7 +7,7 @@ import httpx
 import ray
 
 from tests.cluster.served import Served, wait_for
-from tests.cluster.test_failures import everybody_is_back, pid
+from tests.cluster.test_failures import everybody_is_back
 
 SHARED = tuple(range(3, 303))
 """300 tokens: 18 complete blocks of 16."""
@@ -73,7 +73,7 @@ def test_12_an_engine_that_is_killed_takes_its_keys_along_and_its_successor_is_p
     served: Served,
 ) -> None:
     victim = warm_up(served)
-    os.kill(pid(served, victim), signal.SIGKILL)
+    os.kill(served.pid(victim), signal.SIGKILL)
     wait_for(lambda: everybody_is_back(served, but=victim), "a new engine")
     wait_for(lambda: believed(served).keys() == set(served.engine_names()), "the router has asked it")
     assert not any(believed(served).values())
@@ -87,7 +87,7 @@ def test_a_router_that_is_killed_learns_again_what_the_engines_hold(served: Serv
     warm_up(served)
     before = true(served)
     first = served.actor("router")
-    os.kill(pid(served, "router"), signal.SIGKILL)
+    os.kill(served.pid("router"), signal.SIGKILL)
     wait_for(lambda: "router" in served.names() and served.actor("router") != first, "a new router")
     wait_for(lambda: believed(served) == before, "snapshots")
     assert cached_tokens(served, 400) == CACHED

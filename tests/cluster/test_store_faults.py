@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -50,12 +51,10 @@ def kill(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+def engine_config(folder: Path) -> EngineConfig:
     """Rings beside paged layers, so that there are segments; heads so wide that extents are real objects."""
-    checkpoint = tiny_gemma3(tmp_path_factory.mktemp("gemma3"), head_dim=128)
     return EngineConfig(
-        checkpoint=str(checkpoint),
+        checkpoint=str(tiny_gemma3(folder, head_dim=128)),
         max_model_len=512,
         memory_bytes=100 << 20,
         threads=1,
@@ -65,8 +64,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def alone(config: EngineConfig) -> "Alone":
+def without_cache(config: EngineConfig) -> "Alone":
     """What an engine without any cache answers."""
     engine = build_engine(replace(config, prefix_cache="naive")).engine
 
@@ -77,6 +75,16 @@ def alone(config: EngineConfig) -> "Alone":
         return Answer.of([reply.chunk for reply in replies])
 
     return answer
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    return engine_config(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="module")
+def alone(config: EngineConfig) -> "Alone":
+    return without_cache(config)
 
 
 class Store:
@@ -107,8 +115,7 @@ class Store:
         )
 
     def kill(self) -> None:
-        kill(get(self.actor.pid.remote()))
-        wait_for(lambda: is_dead(self.actor), "its death is known")
+        kill_actor(self.actor)
 
 
 @dataclass
@@ -149,6 +156,14 @@ class Process:
             wait_for(nothing_is_held, "nothing is held", within_s=within_s)
         assert held == {}
 
+    def kill(self) -> None:
+        kill_actor(self.actor)
+
+
+def kill_actor(actor: Any) -> None:
+    kill(get(actor.pid.remote()))
+    wait_for(lambda: is_dead(actor), "its death is known")
+
 
 def is_dead(actor: Any) -> bool:
     try:
@@ -173,9 +188,12 @@ class Nodes:
         self.actors.append(remote.remote(*args))
         return self.actors[-1]
 
-    def store(self, name: str) -> Store:
+    def store(self, name: str, *, writer: Process, reader: Process) -> Store:
+        """To which the one saves, and from which the other fetches."""
         store = Store(name, self.start(self.there, HeldStore, StoreId(name), BUDGET))
         get(store.actor.start.remote())
+        writer.use(store, own=True)
+        reader.use(store, own=False)
         return store
 
     def engine(self, node: str) -> Process:
@@ -223,9 +241,8 @@ class Alone(Protocol):
 def test_a_store_killed_while_it_takes_and_while_it_gives(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
-    store, a, b = nodes.store("first"), next(prompts), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("first", writer=writer, reader=reader)
+    a, b = next(prompts), next(prompts)
     writer.save(a)
     store.hold("save", let_pass=1)
     assert get(writer.ask(b)) == alone(b), "no reply waits for what is being saved"
@@ -239,9 +256,7 @@ def test_a_store_killed_while_it_takes_and_while_it_gives(
     writer.is_drained()
     assert get(writer.actor.unsaved.remote())["store_lost"] > 0
 
-    store = nodes.store("its successor")
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("its successor", writer=writer, reader=reader)
     writer.save(a)
     reader.forget()
     answer = get(reader.ask(a, store))
@@ -254,9 +269,8 @@ def test_a_store_killed_while_it_takes_and_while_it_gives(
 def test_a_store_killed_between_its_answer_and_the_bytes(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
-    store, a = nodes.store("answered"), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("answered", writer=writer, reader=reader)
+    a = next(prompts)
     writer.save(a)
     get(reader.actor.hold_transfer.remote())
     asked = reader.ask(a, store)
@@ -272,9 +286,8 @@ def test_a_request_given_up_while_its_prefix_is_fetched_leaves_nothing_behind(
     nodes: Nodes, reader: Process, writer: Process, where: str
 ) -> None:
     """As at its deadline, or when its client goes: before the store answers, or before the bytes came."""
-    store, a = nodes.store(f"left at the {where}"), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store(f"left at the {where}", writer=writer, reader=reader)
+    a = next(prompts)
     writer.save(a)
     asked = request(f"left at the {where}", tokens(a), store.sources(NUM_BLOCKS))
     hold, is_held, let_go = {
@@ -294,17 +307,15 @@ def test_a_request_given_up_while_its_prefix_is_fetched_leaves_nothing_behind(
 def test_an_engine_killed_while_it_is_saved_from_and_while_its_prefix_is_fetched(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
-    store, a, b = nodes.store("survivor"), next(prompts), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("survivor", writer=writer, reader=reader)
+    a, b = next(prompts), next(prompts)
     writer.save(a)
     store.hold("save", let_pass=1)
     get(writer.ask(b))
     store.hold("read")
     asked = reader.ask(a, store)
     store.wait_until_held("save", "read")
-    kill(get(writer.actor.pid.remote()))
-    wait_for(lambda: is_dead(writer.actor), "its death is known")
+    writer.kill()
     store.let_go("save", "read")
     answer = get(asked)
     assert answer == alone(a)
@@ -322,9 +333,8 @@ def test_an_engine_killed_while_it_is_saved_from_and_while_its_prefix_is_fetched
 def test_another_job_fills_the_object_stores(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
-    store, a, b = nodes.store("crowded"), next(prompts), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("crowded", writer=writer, reader=reader)
+    a, b = next(prompts), next(prompts)
     fillers = [nodes.start(nodes.there, Filler), nodes.start(nodes.here, Filler)]
     get(fillers[0].fill.remote(OBJECT_STORE, 4 << 20))
     writer.save(a)
@@ -345,9 +355,8 @@ def test_every_cut_is_the_same_from_another_node(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
     """Tokens, and their log-probabilities to the bit."""
-    store, a = nodes.store("whole"), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("whole", writer=writer, reader=reader)
+    a = next(prompts)
     writer.save(a)
     for num_blocks in range(1, NUM_BLOCKS + 1):
         reader.forget()
@@ -360,9 +369,8 @@ def test_every_cut_is_the_same_from_another_node(
 def test_a_node_killed_while_its_store_gives(
     nodes: Nodes, reader: Process, writer: Process, alone: Alone
 ) -> None:
-    store, a, b, c = nodes.store("lost"), next(prompts), next(prompts), next(prompts)
-    writer.use(store, own=True)
-    reader.use(store, own=False)
+    store = nodes.store("lost", writer=writer, reader=reader)
+    a, b, c = next(prompts), next(prompts), next(prompts)
     for prompt in (a, b):
         writer.save(prompt)
     get(reader.actor.hold_transfer.remote())

@@ -11,7 +11,6 @@ import ray
 from ray.exceptions import RayError
 
 from tests.cluster.served import Served, wait_for
-from tests.cluster.test_failures import pid
 from tests.cluster.test_prefixes import CACHED, cached_tokens
 
 SHARE = 200 * 3 // 10
@@ -64,7 +63,7 @@ def test_an_engine_that_takes_the_place_of_a_killed_one_has_what_that_one_saved(
     computed = ray.get(with_store.actor(engine).snapshot.remote(), timeout=10).block_keys
     wait_for(lambda: stored(with_store) >= set(computed), "all is saved")
     wait_for(lambda: believed(with_store, store) >= set(computed), "the router knows")
-    os.kill(pid(with_store, engine), signal.SIGKILL)
+    os.kill(with_store.pid(engine), signal.SIGKILL)
     wait_for(lambda: with_store.engine_names() not in ([], [engine]), "a new engine")
     wait_for(lambda: knows_its_store(with_store), "it is ready and introduced")
     wait_for(lambda: with_store.get("/ready") == 200, "it is placed on")

@@ -4,29 +4,9 @@ from dataclasses import dataclass, field
 
 from shoal.actors.engine.pools import Holding
 from shoal.actors.engine.transfers import Place
-from shoal.actors.messages import EngineId, PrefixSource, RequestId
+from shoal.actors.messages import CachedTokens, EngineId, PrefixSource, RequestId
 from shoal.cluster.bench.trace.traces import TracedRequest
 from shoal.kvstore.block_hash import BlockKey
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hits:
-    """Tokens of prompts by where they were found when their requests were first admitted."""
-
-    device: int = 0
-    own_store: int = 0
-    other_store: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.device + self.own_store + self.other_store
-
-    def __add__(self, other: "Hits") -> "Hits":
-        return Hits(
-            device=self.device + other.device,
-            own_store=self.own_store + other.own_store,
-            other_store=self.other_store + other.other_store,
-        )
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -39,8 +19,8 @@ class Job:
     num_drawn: int = 0
     """Tokens that earlier attempts have drawn: they are computed like a prompt."""
     first_token_at: float | None = None
-    hits: Hits | None = None
-    """Of the first attempt that was admitted."""
+    hits: CachedTokens | None = None
+    """When the first attempt was admitted."""
     engine_id: EngineId | None = None
     sources: tuple[PrefixSource, ...] = ()
 
@@ -89,7 +69,7 @@ class Served:
     """After its arrival, as is the next."""
     end_s: float
     num_prompt_tokens: int
-    hits: Hits
+    hits: CachedTokens
     attempts: int
 
 

@@ -6,9 +6,9 @@ from shoal.actors.engine.block_pool import Admission
 from shoal.actors.engine.pools import Holding, Pools
 from shoal.actors.engine.prefix_changes import PrefixChanges
 from shoal.actors.engine.saves import Occasion, Saves
-from shoal.actors.engine.transfers import StoreView
+from shoal.actors.engine.transfers import StoreView, tokens_by_place
 from shoal.cluster.bench.trace.config import TraceConfig
-from shoal.cluster.bench.trace.job import Hits, Job
+from shoal.cluster.bench.trace.job import Job
 from shoal.kvstore.block_hash import BlockKey, root_key
 from shoal.kvstore.messages import StoreId
 
@@ -88,7 +88,7 @@ class Memory:
         self._pools.release(job.kept)
         job.num_shared = len(hit)
         if job.hits is None:
-            job.hits = self._hits(job, path[: len(hit)])
+            job.hits = tokens_by_place([job.fetched.get(key) for key in path[: len(hit)]], self._block_size)
         self.saves.note(Occasion.SEEN_AGAIN, path[: len(hit)])
         return job.num_prompt - len(hit) * self._block_size
 
@@ -113,14 +113,6 @@ class Memory:
         """Every block is free, cached or a job's."""
         self._pools.check(holding for job in jobs for holding in (job.holding, job.kept))
         self.saves.check()
-
-    def _hits(self, job: Job, path: Sequence[BlockKey]) -> Hits:
-        places = [job.fetched.get(key) for key in path]
-        return Hits(
-            device=places.count(None) * self._block_size,
-            own_store=places.count("own_store") * self._block_size,
-            other_store=places.count("other_store") * self._block_size,
-        )
 
     def _parent(self, keys: Sequence[BlockKey], index: int) -> BlockKey:
         return keys[index - 1] if index else ROOT

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-from shoal.actors.messages import EngineId
+from shoal.actors.messages import CachedTokens, EngineId
 from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.bench.trace.job import Hits, Served
+from shoal.cluster.bench.trace.job import Served
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,8 @@ class Outcome:
     wall_s: float
 
     @property
-    def hits(self) -> Hits:
-        return sum((request.hits for request in self.served), Hits())
+    def hits(self) -> CachedTokens:
+        return sum((request.hits for request in self.served), CachedTokens())
 
     @property
     def hit_share(self) -> float:

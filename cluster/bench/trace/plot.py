@@ -75,9 +75,7 @@ def _waits(axes: Axes, outcomes: Sequence[Outcome]) -> None:
 
 def _work(axes: Axes, outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
-        rates = sorted(
-            (e.computed_tokens / e.alive_s for e in outcome.engines if e.alive_s > 0), reverse=True
-        )
+        rates = sorted(outcome.work_tokens_per_s, reverse=True)
         label = f"{outcome.policy}: max / mean {outcome.work_imbalance:.2f}"
         axes.plot(
             range(1, len(rates) + 1), rates, "o-", markersize=3, color=COLORS[outcome.policy], label=label

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,7 @@ def read_trace(path: Path, block_size: int) -> list[TracedRequest]:
 
 def at_rate(requests: Iterable[TracedRequest], factor: float) -> list[TracedRequest]:
     """The same requests, arriving `factor` times as fast."""
-    return [
-        TracedRequest(
-            arrives_s=request.arrives_s / factor,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=request.num_output_tokens,
-            block_keys=request.block_keys,
-        )
-        for request in requests
-    ]
+    return [replace(request, arrives_s=request.arrives_s / factor) for request in requests]
 
 
 def one_cache_hit_tokens(requests: Iterable[TracedRequest], block_size: int) -> int:
