@@ -15,7 +15,6 @@ from shoal.actors.router.placement import Placer
 from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
-from shoal.kvstore.directory import DirectorySize
 from shoal.kvstore.messages import StoreInfo, StoreReport
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 
@@ -87,10 +86,6 @@ class RouterActor:
     async def held(self) -> dict[Holder, frozenset[BlockKey]]:
         """What is known of the prefixes of each engine and store that is followed without a gap."""
         return self._members.held()
-
-    async def index_size(self) -> DirectorySize:
-        """How much is known of all of them together."""
-        return self._members.directory.size
 
     def _ask_for_snapshots(self) -> None:
         for holder in self._members.take_snapshot_requests():
