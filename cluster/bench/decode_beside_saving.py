@@ -15,6 +15,7 @@ from shoal.actors.engine.actor import EngineActor
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import EngineId, EngineRequest, RequestId, SamplingParams
 from shoal.cluster.bench.engine_stream import INGRESS, EngineStream
+from shoal.cluster.bench.two_nodes import actor_on
 from shoal.kvstore.messages import StoreId
 
 ROUNDS = 9
@@ -71,11 +72,10 @@ class _Turns:
 
 
 def decode_beside_saving(
-    config: EngineConfig, store: Any, store_id: StoreId, where: Any, console: Console
+    config: EngineConfig, store: Any, store_id: StoreId, node: str, console: Console
 ) -> DecodeBesideSaving:
-    """where: a scheduling strategy, for the node of the store."""
-    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=where)(EngineActor)
-    engine = remote.remote(EngineId("engine"), config)
+    """node: of the store."""
+    engine = actor_on(node, EngineActor, EngineId("engine"), config)
     ray.get(engine.start.remote(), timeout=START_DEADLINE_S)
     turns = _Turns(engine)
     speeds: dict[bool, list[float]] = {False: [], True: []}

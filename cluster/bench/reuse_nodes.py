@@ -24,7 +24,7 @@ from shoal.actors.messages import (
 )
 from shoal.cluster.bench.engine_stream import CALL_DEADLINE_S, INGRESS, EngineStream
 from shoal.cluster.bench.reuse import Answer, ReuseError, TwoNodes
-from shoal.cluster.bench.two_nodes import on, two_nodes
+from shoal.cluster.bench.two_nodes import actor_on, two_nodes
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.block_hash import extend_keys, root_key, segment_key
 from shoal.kvstore.sizes import format_size
@@ -39,7 +39,7 @@ class RayEngine:
     """Implements Engine; asks one request at a time."""
 
     def __init__(self, name: str, node: str, config: EngineConfig) -> None:
-        self._actor = _actor(node, EngineActor, EngineId(name), config)
+        self._actor = actor_on(node, EngineActor, EngineId(name), config)
         self._ids = count()
 
     def start(self) -> EngineInfo:
@@ -96,7 +96,7 @@ class RayStore:
 
     def __init__(self, name: str, node: str) -> None:
         self.store_id = StoreId(name)
-        self.actor = _actor(node, StoreActor, self.store_id, BUDGET_BYTES)
+        self.actor = actor_on(node, StoreActor, self.store_id, BUDGET_BYTES)
 
     def start(self, info: EngineInfo, block_size: int) -> None:
         """info: of an engine that saves to it, whose keys it will be asked for."""
@@ -144,8 +144,3 @@ def _check_budget(info: EngineInfo, num_blocks: int) -> None:
     needed = num_blocks * (info.block_bytes + info.segment_bytes)
     if needed > BUDGET_BYTES:
         raise ReuseError(f"the prefix takes {format_size(needed)}, a store here {format_size(BUDGET_BYTES)}")
-
-
-def _actor(node: str, actor_class: type, *args: Any) -> Any:
-    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
-    return remote.remote(*args)

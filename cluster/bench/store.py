@@ -21,7 +21,7 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import EngineId
 from shoal.cluster.bench.bytes_engine import BytesEngine
 from shoal.cluster.bench.decode_beside_saving import decode_beside_saving
-from shoal.cluster.bench.two_nodes import on, two_nodes
+from shoal.cluster.bench.two_nodes import actor_on, two_nodes
 from shoal.cluster.console import write
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.block_hash import BlockKey
@@ -62,16 +62,16 @@ class Row:
 def bench_store(config: EngineConfig | None, console: Console) -> dict[str, Any]:
     """config: of an engine whose decoding is measured beside saving; None measures none."""
     with two_nodes(OBJECT_STORE_BYTES) as (here, there):
-        store = _start(here, StoreActor, STORE, BUDGET_BYTES)
+        store = actor_on(here, StoreActor, STORE, BUDGET_BYTES)
         ray.get(store.start.remote(), timeout=DEADLINE_S)
         rows = [row for case in CASES for row in _measure(case, store, here, there, console)]
-        decode = None if config is None else decode_beside_saving(config, store, STORE, on(here), console)
+        decode = None if config is None else decode_beside_saving(config, store, STORE, here, console)
     return {"rows": [asdict(row) for row in rows], "decode": None if decode is None else asdict(decode)}
 
 
 def _measure(case: Case, store: Any, here: str, there: str, console: Console) -> list[Row]:
     writer, neighbour, remote = (
-        _start(
+        actor_on(
             node,
             BytesEngine,
             EngineId(f"{name} of {case.what}"),
@@ -140,11 +140,6 @@ def _row(what: str, operation: str, num_bytes: int, seconds: list[float], tcp_s:
 def _quantile(values: list[float], share: float) -> float:
     """The smallest value that so many are not above."""
     return sorted(values)[max(0, -(-int(share * 100) * len(values) // 100) - 1)]
-
-
-def _start(node: str, actor_class: type, *args: Any, **more: Any) -> Any:
-    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
-    return remote.remote(*args, **more)
 
 
 def report(result: dict[str, Any], json_file: Path | None, console: Console) -> None:

@@ -80,6 +80,12 @@ def on(node: str) -> Any:
     return NodeAffinitySchedulingStrategy(node, soft=False)
 
 
+def actor_on(node: str, actor_class: type, *args: Any, **more: Any) -> Any:
+    """It ends when nobody has it any more."""
+    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
+    return remote.remote(*args, **more)
+
+
 def _wait_for_new_node(known: set[str], process: "subprocess.Popen[bytes]") -> str:
     deadline = time.monotonic() + NODE_DEADLINE_S
     while not (new := _nodes() - known):

@@ -13,7 +13,7 @@ from ray.exceptions import RayTaskError
 from shoal.actors.engine.fetcher import DEADLINE_S
 from shoal.actors.messages import EngineId
 from shoal.cluster.bench.bytes_engine import BytesEngine
-from shoal.cluster.bench.two_nodes import another_node, on
+from shoal.cluster.bench.two_nodes import actor_on, another_node
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import StoreId
@@ -35,8 +35,7 @@ class Nodes:
     actors: list[Any] = field(default_factory=list)
 
     def start(self, node: str, actor_class: type, *args: Any, **more: Any) -> Any:
-        remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
-        actor = remote.remote(*args, **more)
+        actor = actor_on(node, actor_class, *args, **more)
         self.actors.append(actor)
         return actor
 

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from shoal.actors.engine.build import build_engine
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import CachedTokens, EngineId, IngressId, PrefixSource
-from shoal.cluster.bench.two_nodes import another_node, on
+from shoal.cluster.bench.two_nodes import actor_on, another_node
 from shoal.kvstore.messages import StoreId
 from tests.checkpoints import tiny_gemma3
 from tests.cluster.served import wait_for
@@ -184,8 +184,7 @@ class Nodes:
     _writer: Process | None = None
 
     def start(self, node: str, actor_class: type, *args: Any) -> Any:
-        remote: Any = ray.remote(num_cpus=0, scheduling_strategy=on(node))(actor_class)
-        self.actors.append(remote.remote(*args))
+        self.actors.append(actor_on(node, actor_class, *args))
         return self.actors[-1]
 
     def store(self, name: str, *, writer: Process, reader: Process) -> Store:
