@@ -21,6 +21,8 @@ __all__ = ["Extent", "StoreId", "StoreInfo", "StoreReport", "StoreSnapshot", "St
 EngineId = NewType("EngineId", str)
 IngressId = NewType("IngressId", str)
 RequestId = NewType("RequestId", str)
+DeploymentId = NewType("DeploymentId", str)
+"""One model as one set of engines computes it, all of them to the same bits."""
 
 
 class FinishReason(StrEnum):
@@ -267,6 +269,19 @@ class ModelCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentCard:
+    """What an ingress is told of a model as it is served now."""
+
+    deployment_id: DeploymentId
+    model: ModelCard
+    """Without a fingerprint while no engine has said its own: then prompts have no block keys."""
+    weight: int
+    """Its share of the requests, beside others that are served under the same name."""
+    draining: frozenset[EngineId] = frozenset()
+    """Engines that finish what they have, and take nothing new."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What a ready engine says of itself, for people."""
 
@@ -288,7 +303,12 @@ class EngineHealth:
     """Answers a ping. An engine whose step hangs still answers, and says so."""
 
     num_requests: int
+    """Running and waiting."""
     stalled: bool
+    uncomputed_tokens: int = 0
+    """Of their prompts."""
+    tokens_per_s: float = 0.0
+    """How fast it lately computed prompts; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,3 +325,4 @@ class HttpConfig:
 class IngressInfo:
     ingress_id: IngressId
     url: str
+    node: str = ""

@@ -1,26 +1,30 @@
 """Makes the cluster's actors in Ray: detached, named in the cluster's namespace, found again by name."""
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from typing import Any
 
 import ray
+from ray import PlacementGroupID
 from ray.exceptions import RayTaskError
-from ray.util import list_named_actors
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
+from shoal.actors.messages import DeploymentCard, DeploymentId, EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster.host_memory import store_budget
-from shoal.cluster.processes import STOP_GRACE_S, EngineProcess, RouterProcess, StoreProcess
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
+from shoal.kvstore.sizes import format_size
 
-ROUTER, INGRESS_PREFIX, ENGINE_PREFIX, STORE_PREFIX = "router", "ingress-", "engine-", "store-"
+ROUTER_PREFIX, INGRESS_PREFIX, ENGINE_PREFIX, STORE_PREFIX = "router-", "ingress-", "engine-", "store-"
+NODE_ID_LABEL = "ray.io/node-id"
 
 
 class RayProcess:
@@ -44,11 +48,24 @@ class RayProcess:
 
 
 class RayEngine(RayProcess):
+    """In a placement group of its own: what waits for room there makes Ray's autoscaler add a node."""
+
+    def __init__(self, process_id: str, actor: Any, group: PlacementGroup | None) -> None:
+        super().__init__(process_id, actor)
+        self.health: EngineHealth | None = None
+        self._group = group
+
     def ping(self) -> Future[bool]:
         def healthy(health: EngineHealth) -> bool:
+            self.health = health
             return not health.stalled
 
         return _then(self.actor.health.remote().future(), healthy)
+
+    def kill(self) -> None:
+        super().kill()
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     def introduce(
         self,
@@ -64,8 +81,8 @@ class RayStore(RayProcess):
     def is_on(self, node: str) -> bool:
         return self.process_id.startswith(_store_prefix(node))
 
-    def introduce(self, router: RouterProcess) -> None:
-        self.actor.introduce.remote(_actor(router))
+    def introduce(self, routers: Sequence[RouterProcess]) -> None:
+        self.actor.introduce.remote([_actor(router) for router in routers])
 
 
 class RayRouter(RayProcess):
@@ -81,95 +98,195 @@ class RayRouter(RayProcess):
 
 
 class RayIngress(RayProcess):
-    def introduce(
-        self,
-        router: RouterProcess,
-        engines: Mapping[str, EngineProcess],
-        stores: Mapping[str, StoreProcess],
-        fingerprint: bytes,
-    ) -> None:
-        self.actor.introduce.remote(_actor(router), _actors(engines), _actors(stores), fingerprint)
+    def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None:
+        self.actor.introduce.remote(
+            [(told.card, told.router and _actor(told.router), _actors(told.engines)) for told in deployments],
+            _actors(stores),
+        )
 
-    def stop(self) -> Future[Any]:
-        return _then(self.actor.stop.remote(STOP_GRACE_S).future(), lambda _: None)
+    def stop(self, grace_s: float) -> Future[Any]:
+        return _then(self.actor.stop.remote(grace_s).future(), lambda _: None)
 
 
 class RayLauncher:
-    def __init__(self, spec: ClusterSpec) -> None:
-        self._spec = spec
+    def __init__(self, name: str, kv_store_bytes: int | None) -> None:
+        """name: the cluster's."""
+        self._namespace = namespace_of(name)
+        self._kv_store_bytes = kv_store_bytes
+        self._leaving: frozenset[str] = frozenset()
+        self._nodes: list[dict[str, Any]] = []
+        """Those that lived when Ray was last asked."""
 
-    def engine(self, index: int) -> RayEngine:
-        name = _new_name(f"{ENGINE_PREFIX}{index}-")
-        config = self._spec.engine
-        options = {"num_cpus": config.threads, "memory": config.memory_bytes}
-        return RayEngine(name, self._launch(name, EngineActor, options, EngineId(name), config))
+    def engine(self, deployment: DeploymentSpec, index: int) -> RayEngine:
+        name = _new_name(f"{_engine_prefix(deployment)}{index}-")
+        config, needs = deployment.engine, _needs(deployment)
+        group = placement_group(
+            [needs],
+            name=f"{self._namespace}/{name}",
+            lifetime="detached",
+            bundle_label_selector=[{**deployment.labels, **self._elsewhere}],
+        )
+        options = {
+            "num_cpus": config.threads,
+            "memory": config.memory_bytes,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+        }
+        try:
+            actor = self._launch(name, EngineActor, options, EngineId(name), config)
+        except Exception:
+            remove_placement_group(group)
+            raise
+        return RayEngine(name, actor, group)
 
     def store(self, node: str) -> RayStore:
         name = _new_name(_store_prefix(node))
-        budget = store_budget(self._spec.kv_store_bytes, object_store_bytes().get(node, 0))
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        options = {"num_cpus": 0, "scheduling_strategy": here}
+        budget = store_budget(self._kv_store_bytes, object_store_bytes().get(node, 0))
+        options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
         return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
 
-    def router(self) -> RayRouter:
-        args = (self._spec.engine.block_size, self._spec.routing_policy)
-        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args))
+    def router(self, deployment: DeploymentSpec) -> RayRouter:
+        name = _router_name(deployment)
+        args = (deployment.engine.block_size, deployment.routing_policy)
+        return RayRouter(name, self._launch(name, RouterActor, {"num_cpus": 0}, *args))
 
-    def ingress(self, index: int) -> RayIngress:
-        name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]
-        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http))
+    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
+        options: dict[str, Any] = {"num_cpus": 0}
+        if doorway.node:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
+        elif self._leaving:
+            options["label_selector"] = self._elsewhere
+        return RayIngress(
+            doorway.name, self._launch(doorway.name, IngressActor, options, doorway.http, models)
+        )
 
-    def adopt_engines(self) -> list[RayEngine]:
-        return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]
+    def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:
+        groups = self._groups()
+        found = self._find_all(_engine_prefix(deployment))
+        return [RayEngine(name, actor, groups.get(name)) for name, actor in found.items()]
 
-    def adopt_router(self) -> RayRouter | None:
-        actor = self._find(ROUTER)
-        return None if actor is None else RayRouter(ROUTER, actor)
-
-    def adopt_ingress(self, index: int) -> RayIngress | None:
-        name = f"{INGRESS_PREFIX}{index}"
+    def adopt_router(self, deployment: DeploymentSpec) -> RayRouter | None:
+        name = _router_name(deployment)
         actor = self._find(name)
-        return None if actor is None else RayIngress(name, actor)
+        return None if actor is None else RayRouter(name, actor)
+
+    def adopt_ingresses(self) -> dict[str, RayIngress]:
+        return {name: RayIngress(name, actor) for name, actor in self._find_all(INGRESS_PREFIX).items()}
 
     def adopt_stores(self) -> list[RayStore]:
-        return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX)]
+        return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX).items()]
+
+    def end_others(self, known: Set[DeploymentId]) -> None:
+        engines, routers = self._find_all(ENGINE_PREFIX), self._find_all(ROUTER_PREFIX)
+        theirs = tuple(f"{ENGINE_PREFIX}{deployment_id}-" for deployment_id in known)
+        for name, actor in engines.items():
+            if not name.startswith(theirs):
+                ray.kill(actor)
+        for name, actor in routers.items():
+            if name.removeprefix(ROUTER_PREFIX) not in known:
+                ray.kill(actor)
+        for name, group in self._groups().items():
+            if name not in engines or not name.startswith(theirs):
+                remove_placement_group(group)
+
+    def doorways(self, spec: ClusterSpec) -> list[Doorway]:
+        if not spec.ingress_labels:
+            return [Doorway(name=f"{INGRESS_PREFIX}{i}", http=http) for i, http in enumerate(spec.http)]
+        return [
+            Doorway(name=f"{INGRESS_PREFIX}{node['NodeID'][:8]}", http=spec.http[0], node=node["NodeID"])
+            for node in self._nodes
+            if spec.ingress_labels.items() <= node["Labels"].items()
+        ]
+
+    def look(self, leaving: Set[str]) -> None:
+        self._leaving = frozenset(leaving)
+        self._nodes = nodes()
+
+    def lacking(self, deployment: DeploymentSpec) -> str:
+        able = [n for n in self._nodes if deployment.labels.items() <= n["Labels"].items()]
+        able = [node for node in able if node["NodeID"] not in self._leaving]
+        if not able:
+            labels = ", ".join(f"{key}={value}" for key, value in deployment.labels.items())
+            return f"no node is labelled {labels}" if labels else "no node may host it"
+        for what, amount in _needs(deployment).items():
+            largest = max(node["Resources"].get(what, 0) for node in able)
+            if largest < amount:
+                return f"needs {_said(what, amount)}, and the largest node has {_said(what, largest)}"
+        needs = " and ".join(_said(what, amount) for what, amount in _needs(deployment).items())
+        return f"waits for a node that has {needs} free"
+
+    @property
+    def _elsewhere(self) -> dict[str, str]:
+        return {NODE_ID_LABEL: f"!in({','.join(sorted(self._leaving))})"} if self._leaving else {}
 
     def _launch(self, name: str, actor_class: type, options: Mapping[str, Any], *args: Any) -> Any:
         # The supervisor decides about restarts, so Ray makes none.
         return (
             ray.remote(actor_class)
-            .options(
-                name=name, namespace=self._spec.namespace, lifetime="detached", max_restarts=0, **options
-            )
+            .options(name=name, namespace=self._namespace, lifetime="detached", max_restarts=0, **options)
             .remote(*args)
         )
 
-    def _find_all(self, prefix: str) -> list[tuple[str, Any]]:
+    def _find_all(self, prefix: str) -> dict[str, Any]:
         named = list_named_actors(all_namespaces=True)
-        names = sorted(actor["name"] for actor in named if actor["namespace"] == self._spec.namespace)
+        names = sorted(actor["name"] for actor in named if actor["namespace"] == self._namespace)
         actors = {name: self._find(name) for name in names if name.startswith(prefix)}
-        return [(name, actor) for name, actor in actors.items() if actor is not None]
+        return {name: actor for name, actor in actors.items() if actor is not None}
 
     def _find(self, name: str) -> Any | None:
         try:
-            return ray.get_actor(name, namespace=self._spec.namespace)
+            return ray.get_actor(name, namespace=self._namespace)
         except ValueError:  # never there, or gone since it was listed
             return None
+
+    def _groups(self) -> dict[str, PlacementGroup]:
+        return groups_of(self._namespace)
+
+
+def namespace_of(cluster_name: str) -> str:
+    """The Ray namespace in which a cluster's actors have their names."""
+    return f"shoal-{cluster_name}"
+
+
+def groups_of(namespace: str) -> dict[str, PlacementGroup]:
+    """Its engines' placement groups, by the names of the engines."""
+    table: dict[str, dict[str, Any]] = placement_group_table()
+    return {
+        group["name"].removeprefix(f"{namespace}/"): PlacementGroup(PlacementGroupID.from_hex(group_id))
+        for group_id, group in table.items()
+        if group["name"].startswith(f"{namespace}/") and group["state"] != "REMOVED"
+    }
+
+
+def nodes() -> list[dict[str, Any]]:
+    """Of this Ray, those that live."""
+    known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return [node for node in known if node["Alive"]]
+
+
+def _needs(deployment: DeploymentSpec) -> dict[str, float]:
+    return {"CPU": deployment.engine.threads, "memory": deployment.engine.memory_bytes}
+
+
+def _said(what: str, amount: float) -> str:
+    return f"{format_size(int(amount))} of memory" if what == "memory" else f"{amount:g} {what}"
 
 
 def object_store_bytes() -> dict[str, int]:
     """Of each node of this Ray that lives, by its id."""
-    nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-    return {
-        node["NodeID"]: int(node["Resources"].get("object_store_memory", 0))
-        for node in nodes
-        if node["Alive"]
-    }
+    return {node["NodeID"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes()}
 
 
 def _new_name(prefix: str) -> str:
     """Another each time: an id never means two processes, so nothing stale can be taken for news."""
     return f"{prefix}{uuid.uuid4().hex[:4]}"
+
+
+def _engine_prefix(deployment: DeploymentSpec) -> str:
+    return f"{ENGINE_PREFIX}{deployment.deployment_id}-"
+
+
+def _router_name(deployment: DeploymentSpec) -> str:
+    return f"{ROUTER_PREFIX}{deployment.deployment_id}"
 
 
 def _store_prefix(node: str) -> str:

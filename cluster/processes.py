@@ -1,15 +1,21 @@
 """The actors as the supervisor sees them, and who makes them: every call of theirs returns at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.actors.messages import EngineInfo, IngressId
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineHealth,
+    EngineInfo,
+    HttpConfig,
+    IngressId,
+)
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.watch import Process
 from shoal.kvstore.messages import StoreInfo
-
-STOP_GRACE_S = 3.0
-"""How long open streams may go on when the cluster is stopped."""
 
 
 class RouterProcess(Process, Protocol):
@@ -21,6 +27,11 @@ class RouterProcess(Process, Protocol):
 
 
 class EngineProcess(Process, Protocol):
+    @property
+    def health(self) -> EngineHealth | None:
+        """What it said to the last ping that it answered."""
+        ...
+
     def introduce(
         self,
         router: RouterProcess,
@@ -33,38 +44,68 @@ class EngineProcess(Process, Protocol):
 class StoreProcess(Process, Protocol):
     def is_on(self, node: str) -> bool: ...
 
-    def introduce(self, router: RouterProcess) -> None: ...
+    def introduce(self, routers: Sequence[RouterProcess]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """One deployment, to an ingress."""
+
+    card: DeploymentCard
+    router: RouterProcess | None
+    engines: Mapping[str, EngineProcess]
 
 
 class IngressProcess(Process, Protocol):
-    def introduce(
-        self,
-        router: RouterProcess,
-        engines: Mapping[str, EngineProcess],
-        stores: Mapping[str, StoreProcess],
-        fingerprint: bytes,
-    ) -> None: ...
+    def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None: ...
 
-    def stop(self) -> Future[Any]:
-        """Let open streams end within a short grace; done when they have or the grace is over."""
+    def stop(self, grace_s: float) -> Future[Any]:
+        """Let open streams go on for so long; done when they have ended or it is over."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doorway:
+    """Where an ingress is to be: what it is called there, and on which node, if it is not all the same."""
+
+    name: str
+    http: HttpConfig
+    node: str | None = None
 
 
 class Launcher(Protocol):
-    def engine(self, index: int) -> EngineProcess: ...
+    def engine(self, deployment: DeploymentSpec, index: int) -> EngineProcess: ...
 
-    def router(self) -> RouterProcess: ...
+    def router(self, deployment: DeploymentSpec) -> RouterProcess: ...
 
-    def ingress(self, index: int) -> IngressProcess: ...
+    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> IngressProcess: ...
 
     def store(self, node: str) -> StoreProcess: ...
 
-    def adopt_engines(self) -> Sequence[EngineProcess]:
+    def adopt_engines(self, deployment: DeploymentSpec) -> Sequence[EngineProcess]:
         """Engines that an earlier supervisor left running."""
         ...
 
-    def adopt_router(self) -> RouterProcess | None: ...
+    def adopt_router(self, deployment: DeploymentSpec) -> RouterProcess | None: ...
 
-    def adopt_ingress(self, index: int) -> IngressProcess | None: ...
+    def adopt_ingresses(self) -> Mapping[str, IngressProcess]:
+        """By what they are called."""
+        ...
 
     def adopt_stores(self) -> Sequence[StoreProcess]: ...
+
+    def end_others(self, known: Set[DeploymentId]) -> None:
+        """Whatever was left of deployments that nobody knows of."""
+        ...
+
+    def doorways(self, spec: ClusterSpec) -> Sequence[Doorway]:
+        """Where ingresses are to be now."""
+        ...
+
+    def look(self, leaving: Set[str]) -> None:
+        """See which nodes there are; nothing is to be started on those that are to be left."""
+        ...
+
+    def lacking(self, deployment: DeploymentSpec) -> str:
+        """Why an engine of it waits for room: what no node has, or none has free."""
+        ...

@@ -15,7 +15,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.util import list_named_actors
+from ray.util import list_named_actors, remove_placement_group
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
@@ -27,9 +27,9 @@ from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
-from shoal.cluster.launcher import object_store_bytes
+from shoal.cluster.launcher import groups_of, object_store_bytes
 from shoal.cluster.sources import resolve_model
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 from shoal.kvstore.layout import KVDtype
@@ -219,13 +219,10 @@ def _share_of_an_engine(options: ServeOptions) -> _Share:
 
 
 def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share: _Share) -> ClusterSpec:
-    return ClusterSpec(
-        name=options.name,
+    deployment = DeploymentSpec(
         model=model,
         num_engines=options.engines,
-        kv_store_bytes=options.kv_store_bytes,
         routing_policy=options.routing_policy,
-        http=_listeners(options.http, options.ingresses),
         engine=EngineConfig(
             checkpoint=model.checkpoint,
             max_model_len=model.max_model_len,
@@ -243,6 +240,12 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
             require_kernels=options.require_kernels,
             lean=lean,
         ),
+    )
+    return ClusterSpec(
+        name=options.name,
+        deployments=(deployment,),
+        kv_store_bytes=options.kv_store_bytes,
+        http=_listeners(options.http, options.ingresses),
     )
 
 
@@ -342,16 +345,14 @@ def _watch(
 
 
 def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
-    for engine in status.engines:
-        assert engine is not None
-        console.print(
-            f"{engine.engine_id}: {engine.backend}, {engine.memory}", highlight=False, soft_wrap=True
-        )
+    for engine in (engine.info for deployment in status.deployments for engine in deployment.engines):
+        if engine is not None:
+            said = f"{engine.engine_id}: {engine.backend}, {engine.memory}"
+            console.print(said, highlight=False, soft_wrap=True)
     if dashboard_url:
         console.print(f"Ray dashboard: http://{dashboard_url}", highlight=False, soft_wrap=True)
-    console.print(
-        f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False, soft_wrap=True
-    )
+    for model in (deployment.model for deployment in spec.deployments):
+        console.print(f"model: {model.name} (context {model.max_model_len})", highlight=False, soft_wrap=True)
     for ingress in status.ingresses:
         assert ingress is not None
         console.print(f"ready: {ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
@@ -370,7 +371,7 @@ def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
 
 
 def _end_all(namespace: str) -> None:
-    """Kill every named actor of the namespace and wait until none is left."""
+    """Kill every named actor of the namespace, wait until none is left, and give back their places."""
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
     while left := _named_actors(namespace):
         if time.monotonic() > deadline:
@@ -380,6 +381,8 @@ def _end_all(namespace: str) -> None:
             with suppress(ValueError):  # gone meanwhile
                 ray.kill(ray.get_actor(actor["name"], namespace=namespace))
         time.sleep(0.1)
+    for group in groups_of(namespace).values():
+        remove_placement_group(group)
 
 
 def _named_actors(namespace: str) -> list[dict[str, str]]:

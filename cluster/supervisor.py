@@ -2,14 +2,15 @@
 
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
 
-from shoal.actors.messages import EngineInfo, IngressInfo
-from shoal.cluster.processes import STOP_GRACE_S, Launcher
+from shoal.actors.messages import DeploymentCard, DeploymentId, EngineId, IngressInfo
+from shoal.cluster.deployment import Deployment, EngineStatus, Phase, engines_by_node
+from shoal.cluster.ingresses import Ingresses
+from shoal.cluster.processes import Introduction, Launcher
+from shoal.cluster.roll import allowed
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.stores import Stores
-from shoal.cluster.watch import Watched
 from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
@@ -22,20 +23,39 @@ ADOPTION_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What a supervisor was told, all of it: its successor begins with this."""
+
+    spec: ClusterSpec
+    outgoing: tuple[DeploymentSpec, ...] = ()
+    """Deployments that others take the place of."""
+    leaving: frozenset[str] = frozenset()
+    """Nodes on which nothing is to stay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeploymentStatus:
+    deployment_id: DeploymentId
+    model: str
+    is_outgoing: bool
+    wanted: int
+    engines: tuple[EngineStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
     ingresses: tuple[IngressInfo | None, ...]
-    engines: tuple[EngineInfo | None, ...]
     """One each that is wanted; None while it is not ready."""
+    deployments: tuple[DeploymentStatus, ...]
     stores: tuple[StoreInfo, ...]
     """Of those that are ready: the cluster serves without them too."""
+    leaving: frozenset[str]
+    ready: bool
+    """Every model has an engine for each that is wanted, and every ingress listens."""
     failed: str | None
     """Why the cluster can never become ready, if so."""
     troubles: tuple[str, ...]
-    """What failed and is being tried again."""
-
-    @property
-    def ready(self) -> bool:
-        return all(self.ingresses) and all(self.engines)
+    """What failed and is being tried again, and what waits for room."""
 
 
 class Supervisor:
@@ -46,110 +66,248 @@ class Supervisor:
     some alone drops what it has to do with the others.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        *,
-        num_engines: int,
-        num_ingresses: int = 1,
-        with_stores: bool,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, wish: Wish, launcher: Launcher, *, clock: Callable[[], float]) -> None:
+        self.wish = wish
+        self._launcher = launcher
         self._clock = clock
         self._began = clock()
-        adopted = launcher.adopt_engines()
-        self._engines = [
-            Watched(
-                partial(launcher.engine, index),
-                clock,
-                adopted[index] if index < len(adopted) else None,
-            )
-            for index in range(num_engines)
-        ]
-        self._router = Watched(launcher.router, clock, launcher.adopt_router())
-        self._ingresses = [
-            Watched(partial(launcher.ingress, index), clock, launcher.adopt_ingress(index))
-            for index in range(num_ingresses)
-        ]
+        self._deployments: dict[DeploymentId, Deployment] = {}
+        for spec in (*wish.spec.deployments, *wish.outgoing):
+            self._deployments[spec.deployment_id] = self._deploy(spec)
+        launcher.end_others(self._deployments.keys())
+        self._ingresses = Ingresses(launcher, clock)
         self._stores = Stores(launcher, clock)
-        self._with_stores = with_stores
-        self._nodes: list[str | None] = [None] * num_engines
-        """Where each engine was last known to be."""
         self._ticks_of_lease = LEASE_TICKS
-        for surplus in adopted[num_engines:]:
-            surplus.kill()
-
-    @property
-    def _members(self) -> dict[str, Watched[Any]]:
-        ingresses = {f"ingress {index}": ingress for index, ingress in enumerate(self._ingresses)}
-        engines = {f"engine {index}": engine for index, engine in enumerate(self._engines)}
-        return {"router": self._router, **ingresses, **engines}
+        self._is_stopped = False
 
     def tick(self) -> None:
         self._ticks_of_lease -= 1
-        for watched in self._members.values():
-            watched.tick()
+        self._launcher.look(self.wish.leaving)
+        self._tick_ingresses()
+        self._scale()
+        crowd = engines_by_node(list(self._deployments.values()))
+        for deployment in self._deployments.values():
+            deployment.tick(self.wish.leaving, crowd)
+        self._forget_what_is_gone()
         self._tick_stores()
         if not self._is_taking_over:
             self._introduce()
 
+    def apply(self, spec: ClusterSpec) -> None:
+        """Become this, model by model, without a break. What is served already under one of its ids goes on.
+
+        Raises ValueError if it is another cluster, or would change what none can while it runs.
+        """
+        fixed = replace(spec, deployments=self.wish.spec.deployments, drain_s=self.wish.spec.drain_s)
+        if fixed != self.wish.spec:
+            changed = [
+                f
+                for f in ("name", "kv_store_bytes", "http", "ingress_labels", "stop_grace_s")
+                if getattr(fixed, f) != getattr(self.wish.spec, f)
+            ]
+            raise ValueError(f"{', '.join(changed)} cannot be changed while a cluster runs: stop it first")
+        wanted = {deployment.deployment_id: deployment for deployment in spec.deployments}
+        outgoing = tuple(d.spec for i, d in self._deployments.items() if i not in wanted)
+        self.wish = replace(self.wish, spec=spec, outgoing=outgoing)
+        for deployment_id, deployment in wanted.items():
+            if deployment_id in self._deployments:
+                self._deployments[deployment_id].respec(deployment)
+            else:
+                self._deployments[deployment_id] = self._deploy(deployment)
+
+    def scale(self, model: str | None, num_engines: int) -> None:
+        """So many engines for a model; for the only one if none is named. Raises ValueError."""
+        deployments = self.wish.spec.deployments
+        names = [deployment.model.name for deployment in deployments]
+        if model is None and len(names) == 1:
+            model = names[0]
+        if model not in names:
+            raise ValueError(f"model: {model!r} is not served here: choose {' or '.join(names)}")
+        for deployment in deployments:
+            if deployment.model.name == model and deployment.autoscaling:
+                raise ValueError(
+                    f"engines: {model} scales itself; change min_replicas and max_replicas of its "
+                    "autoscaling_config"
+                )
+        scaled = tuple(d.scaled(num_engines) if d.model.name == model else d for d in deployments)
+        self.apply(replace(self.wish.spec, deployments=scaled))
+
+    def drain_node(self, node: str) -> None:
+        """Let everything on it finish, and start nothing there any more."""
+        self.wish = replace(self.wish, leaving=self.wish.leaving | {node})
+
+    def undrain_node(self, node: str) -> None:
+        self.wish = replace(self.wish, leaving=self.wish.leaving - {node})
+
+    def drain_engine(self, engine_id: EngineId) -> None:
+        """Replace it once it has finished what it has. Raises ValueError if there is none."""
+        if not any(deployment.drain(engine_id) for deployment in self._deployments.values()):
+            raise ValueError(f"engine: {engine_id!r} does not run here")
+
     def renew_lease(self) -> None:
         self._ticks_of_lease = LEASE_TICKS
 
+    def stop(self) -> None:
+        self._is_stopped = True
+
     @property
-    def lease_expired(self) -> bool:
-        return self._ticks_of_lease <= 0
+    def is_to_end(self) -> bool:
+        """It was told to, or whoever it belongs to is gone."""
+        return self._is_stopped or (self._ticks_of_lease <= 0 and not self.wish.spec.is_detached)
 
     def status(self) -> ClusterStatus:
+        ingresses = self._ingresses.infos
         return ClusterStatus(
-            ingresses=tuple(ingress.info for ingress in self._ingresses),
-            engines=tuple(engine.info for engine in self._engines),
+            ingresses=ingresses,
+            deployments=tuple(
+                DeploymentStatus(
+                    deployment_id=deployment_id,
+                    model=deployment.spec.model.name,
+                    is_outgoing=deployment not in self._current,
+                    wanted=deployment.wanted,
+                    engines=deployment.status(),
+                )
+                for deployment_id, deployment in self._deployments.items()
+            ),
             stores=tuple(info for info, _ in self._stores.ready.values()),
-            failed=next((member.fatal for member in self._members.values() if member.fatal), None),
+            leaving=self.wish.leaving,
+            ready=bool(ingresses)
+            and all(ingresses)
+            and all(deployment.is_complete for deployment in self._current),
+            failed=self._failed,
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
 
     def teardown(self) -> None:
         """End every actor: the front doors first, so that nothing new comes in behind them."""
-        stopping = [ingress.ready.stop() for ingress in self._ingresses if ingress.ready]
-        wait(stopping, timeout=2 * STOP_GRACE_S)
-        for watched in self._members.values():
-            watched.kill()
+        grace_s = self.wish.spec.stop_grace_s
+        wait(self._ingresses.stop(grace_s), timeout=grace_s + 3.0)
+        self._ingresses.kill()
+        for deployment in self._deployments.values():
+            deployment.kill()
         self._stores.kill()
 
-    def _troubles(self) -> dict[str, str]:
-        members = {name: member.trouble for name, member in self._members.items() if member.trouble}
-        return members | {f"store on {node[:8]}": said for node, said in self._stores.troubles.items()}
+    @property
+    def _drain_s(self) -> float:
+        return self.wish.spec.drain_s
+
+    @property
+    def _current(self) -> list[Deployment]:
+        """One a model, in the order in which they were named."""
+        return [self._deployments[spec.deployment_id] for spec in self.wish.spec.deployments]
+
+    def _outgoing(self, model: str) -> list[Deployment]:
+        """Those whose place is being taken, the newest first."""
+        current = {spec.deployment_id for spec in self.wish.spec.deployments}
+        going = [d for i, d in self._deployments.items() if i not in current and d.spec.model.name == model]
+        return going[::-1]
+
+    def _deploy(self, spec: DeploymentSpec) -> Deployment:
+        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s)
+
+    def _tick_ingresses(self) -> None:
+        """An ingress that is replaced while we roll begins with what is served then."""
+        doorways = self._launcher.doorways(self.wish.spec)
+        models = [_card(deployment) for deployment in self._deployments.values()]
+        self._ingresses.tick(doorways, models, self.wish.leaving, self._drain_s)
+
+    def _scale(self) -> None:
+        """How many engines each deployment may have now."""
+        for current in self._current:
+            going = self._outgoing(current.spec.model.name)
+            old = sum(len(deployment.staying) for deployment in going)
+            if not old:
+                current.autoscale()
+                current.wanted = current.needed
+                left = 0
+            else:
+                now = allowed(
+                    needed=current.needed,
+                    new_ready=len(current.ready),
+                    new_waits=any(member.waits_for_room for member in current.members),
+                    old=old,
+                    old_drains=any(len(d.staying) < len(d.members) for d in going),
+                )
+                current.wanted, left = now.new, now.old
+            for deployment in going:
+                deployment.wanted = min(len(deployment.staying), left)
+                left -= deployment.wanted
+        served = {deployment.model.name for deployment in self.wish.spec.deployments}
+        for deployment in self._deployments.values():
+            if deployment.spec.model.name not in served:
+                deployment.wanted = 0
+
+    def _forget_what_is_gone(self) -> None:
+        current = {spec.deployment_id for spec in self.wish.spec.deployments}
+        for deployment_id, deployment in list(self._deployments.items()):
+            if deployment_id not in current and deployment.is_gone:
+                deployment.kill()
+                del self._deployments[deployment_id]
+                outgoing = tuple(d for d in self.wish.outgoing if d.deployment_id != deployment_id)
+                self.wish = replace(self.wish, outgoing=outgoing)
 
     def _tick_stores(self) -> None:
-        for index, engine in enumerate(self._engines):
-            if engine.ready:
-                self._nodes[index] = engine.info.node
-        nodes = {node for node in self._nodes if node} if self._with_stores else set()
-        self._stores.tick(nodes, all_are_known=all(self._nodes))
+        members = [member for d in self._deployments.values() for member in d.members]
+        nodes = {member.last_node for member in members if member.last_node}
+        has_any = self.wish.spec.kv_store_bytes != 0
+        self._stores.tick(nodes if has_any else set(), all_are_known=all(m.last_node for m in members))
+
+    @property
+    def _failed(self) -> str | None:
+        """A deployment that cannot serve is no end while the one whose place it is to take does."""
+        hopeless = (d.fatal for d in self._current if not self._outgoing(d.spec.model.name))
+        return next((fatal for fatal in (self._ingresses.fatal, *hopeless) if fatal), None)
+
+    def _troubles(self) -> dict[str, str]:
+        said = dict(self._ingresses.troubles)
+        for deployment in self._deployments.values():
+            said |= deployment.troubles
+        return said | {f"store on {node[:8]}": trouble for node, trouble in self._stores.troubles.items()}
 
     @property
     def _is_taking_over(self) -> bool:
         if self._clock() - self._began > ADOPTION_DEADLINE_S:
             return False
-        return self._stores.adopting or any(member.adopting for member in self._members.values())
+        deployments = self._deployments.values()
+        return self._stores.adopting or self._ingresses.adopting or any(d.adopting for d in deployments)
 
     def _introduce(self) -> None:
-        router = self._router.ready
-        if router is None:
-            return
-        engines = [(engine.info, engine.ready) for engine in self._engines if engine.ready]
-        ingresses = [(ingress.info, ingress.ready) for ingress in self._ingresses if ingress.ready]
+        deployments = list(self._deployments.values())
         on_node = self._stores.ready
-        router.set_members(engines, list(on_node.values()))
-        for _, store in on_node.values():
-            store.introduce(router)
-        fingerprint = next((info.fingerprint for info, _ in engines), b"")
-        by_id = {engine.process_id: engine for _, engine in engines}
         stores = {store.process_id: store for _, store in on_node.values()}
-        for _, ingress in ingresses:
-            ingress.introduce(router, by_id, stores, fingerprint)
-        ingress_ids = frozenset(info.ingress_id for info, _ in ingresses)
-        for info, engine in engines:
-            own = on_node.get(info.node)
-            engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
+        routers = [d.router.ready for d in deployments if d.router.ready]
+        for _, store in on_node.values():
+            store.introduce(routers)
+        introductions = [_introduction(deployment) for deployment in deployments]
+        for _, ingress in self._ingresses.speaking:
+            ingress.introduce(introductions, stores)
+        ingress_ids = frozenset(info.ingress_id for info, _ in self._ingresses.speaking)
+        for deployment in deployments:
+            router = deployment.router.ready
+            if router is None:
+                continue
+            placed_on = [(m.watched.info, m.watched.ready) for m in deployment.ready if m.watched.ready]
+            router.set_members(placed_on, list(on_node.values()))
+            for member in deployment.speaking:
+                own = on_node.get(member.watched.info.node)
+                if engine := member.watched.ready:
+                    engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
+
+
+def _introduction(deployment: Deployment) -> Introduction:
+    speaking = [member.watched.ready for member in deployment.speaking]
+    return Introduction(
+        card=_card(deployment),
+        router=deployment.router.ready,
+        engines={engine.process_id: engine for engine in speaking if engine},
+    )
+
+
+def _card(deployment: Deployment) -> DeploymentCard:
+    draining = [m.watched.info.engine_id for m in deployment.speaking if m.phase is Phase.DRAINING]
+    return DeploymentCard(
+        deployment_id=deployment.spec.deployment_id,
+        model=replace(deployment.spec.model, fingerprint=deployment.fingerprint),
+        weight=len(deployment.ready),
+        draining=frozenset(draining),
+    )

@@ -1,15 +1,22 @@
-"""The supervisor's process: a thread that ticks, and the calls a driver makes."""
+"""The supervisor's process: a thread that ticks, and the calls that a driver and the front doors make."""
 
 import logging
 import os
+import pickle
 import threading
 import time
 
 import ray
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_put,
+)
 
-from shoal.cluster.launcher import RayLauncher
+from shoal.actors.messages import EngineId
+from shoal.cluster.launcher import RayLauncher, namespace_of
 from shoal.cluster.spec import ClusterSpec
-from shoal.cluster.supervisor import ClusterStatus, Supervisor
+from shoal.cluster.supervisor import ClusterStatus, Supervisor, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -18,17 +25,17 @@ SUPERVISOR = "supervisor"
 
 
 class SupervisorActor:
-    """Ray restarts it after a crash; it then adopts the actors it finds by name."""
+    """Ray restarts it after a crash; it then adopts the actors it finds by name.
+
+    What it was told since it was made is kept by Ray's control store, which outlives it: its successor is
+    made by the arguments of the first.
+    """
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._lock = threading.Lock()
-        self._supervisor = Supervisor(
-            RayLauncher(spec),
-            num_engines=spec.num_engines,
-            num_ingresses=spec.num_ingresses,
-            with_stores=spec.kv_store_bytes != 0,
-            clock=time.monotonic,
-        )
+        self._kept = _KeptWish(spec.name)
+        wish = self._kept.read() or Wish(spec=spec)
+        self._supervisor = Supervisor(wish, RayLauncher(spec.name, spec.kv_store_bytes), clock=time.monotonic)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
@@ -44,11 +51,49 @@ class SupervisorActor:
         with self._lock:
             self._supervisor.renew_lease()
 
+    def apply(self, spec: ClusterSpec) -> None:
+        """Become this without a break. Raises ValueError for what cannot be changed while it runs."""
+        with self._lock:
+            self._supervisor.apply(spec)
+            self._keep()
+
+    def scale(self, model: str | None, num_engines: int) -> None:
+        """Raises ValueError."""
+        with self._lock:
+            self._supervisor.scale(model, num_engines)
+            self._keep()
+
+    def drain_node(self, node: str) -> None:
+        """Raises ValueError."""
+        with self._lock:
+            self._supervisor.drain_node(node)
+            self._keep()
+
+    def undrain_node(self, node: str) -> None:
+        """Raises ValueError."""
+        with self._lock:
+            self._supervisor.undrain_node(node)
+            self._keep()
+
+    def drain_engine(self, engine_id: EngineId) -> None:
+        """Raises ValueError."""
+        with self._lock:
+            self._supervisor.drain_engine(engine_id)
+
+    def stop(self) -> None:
+        """End the cluster, this process too; returns at once."""
+        with self._lock:
+            self._supervisor.stop()
+
     def teardown(self) -> None:
         """End every actor but this one; returns when they are told to."""
         self._stopped.set()
         with self._lock:
             self._supervisor.teardown()
+            self._kept.forget()
+
+    def _keep(self) -> None:
+        self._kept.write(self._supervisor.wish)
 
     def _run(self) -> None:
         try:
@@ -64,8 +109,29 @@ class SupervisorActor:
         with self._lock:
             if self._stopped.is_set():
                 return
+            before = self._supervisor.wish
             self._supervisor.tick()
-            expired = self._supervisor.lease_expired
-        if expired:
+            if self._supervisor.wish != before:
+                self._keep()
+            ends = self._supervisor.is_to_end
+        if ends:
             self.teardown()
             ray.kill(ray.get_runtime_context().current_actor)
+
+
+class _KeptWish:
+    def __init__(self, name: str) -> None:
+        self._key = f"{namespace_of(name)}/wish".encode()
+
+    def read(self) -> Wish | None:
+        kept = _internal_kv_get(self._key, namespace=b"shoal")
+        if kept is None:
+            return None
+        wish: Wish = pickle.loads(kept)
+        return wish
+
+    def write(self, wish: Wish) -> None:
+        _internal_kv_put(self._key, pickle.dumps(wish), namespace=b"shoal")
+
+    def forget(self) -> None:
+        _internal_kv_del(self._key, namespace=b"shoal")

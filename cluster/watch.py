@@ -92,7 +92,7 @@ class Watched(Generic[P]):
         self._may_be_fatal = essential
         self.adopting = adopted is not None
         """It was left by an earlier supervisor, and has not said yet that it is ready."""
-        self._has_had_pulse = False
+        self.has_had_pulse = False
         if adopted is not None:
             self._begin(adopted)
 
@@ -134,7 +134,7 @@ class Watched(Generic[P]):
         self._process = process
         self._starting = _Call(process.start(), self._clock())
         self._pulse = _Call(process.pulse(), self._clock())
-        self._has_had_pulse = False
+        self.has_had_pulse = False
 
     def _check_start(self) -> None:
         call = self._starting
@@ -161,9 +161,9 @@ class Watched(Generic[P]):
         """One of which nothing was ever heard waits for room somewhere. But if it was adopted it may hang."""
         assert self._process is not None and self._pulse is not None
         now, is_felt = self._clock(), self._pulse.future.done()
-        self._has_had_pulse = self._has_had_pulse or is_felt
+        self.has_had_pulse = self.has_had_pulse or is_felt
         if now - self._pulse.since > PULSE_DEADLINE_S:
-            if not is_felt and (self._has_had_pulse or self.adopting):
+            if not is_felt and (self.has_had_pulse or self.adopting):
                 self._retry_later(TimeoutError(f"no sign of life within {PULSE_DEADLINE_S:.0f} s"))
             else:
                 self._pulse = _Call(self._process.pulse(), now)

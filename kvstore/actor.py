@@ -63,9 +63,9 @@ class StoreActor:
     async def ping(self) -> None:
         """Answers while the process lives."""
 
-    async def introduce(self, router: Any) -> None:
-        """Report to this router, which may know nothing yet."""
-        self._reporter.introduce(router)
+    async def introduce(self, routers: Sequence[Any]) -> None:
+        """Report to these routers, which may know nothing yet."""
+        self._reporter.introduce(routers)
 
     async def offer(self, engine: Any, extents: Sequence[Extent]) -> None:
         """Take over what is lacking of what an engine has staged; returns when it needs to be staged no more.

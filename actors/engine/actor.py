@@ -65,7 +65,7 @@ class EngineActor:
             self._account.take_report, lambda router, report: router.report.remote(report)
         )
         self._arrived: list[Arrival] = []  # the loop's thread alone has it
-        self._num_requests = 0
+        self._num_requests = self._uncomputed_tokens = 0
         self._stores: dict[StoreId, Any] = {}
         self._own_store: StoreId | None = None
 
@@ -126,7 +126,7 @@ class EngineActor:
     ) -> None:
         """Report to this router, which may know nothing yet; only these ingresses still listen, and exactly
         these stores can be read. To the own one, that of this node, is saved."""
-        self._reporter.introduce(router)
+        self._reporter.introduce([] if router is None else [router])
         self._use_stores(stores, own_store)
         for gone in self._outboxes.keys() - ingress_ids:
             self._outboxes.pop(gone).put_nowait(None)
@@ -176,7 +176,12 @@ class EngineActor:
 
     async def health(self) -> EngineHealth:
         stalled = self._started.seconds_since_beat > self._stalled_after_s
-        return EngineHealth(num_requests=self._num_requests, stalled=stalled)
+        return EngineHealth(
+            num_requests=self._num_requests,
+            stalled=stalled,
+            uncomputed_tokens=self._uncomputed_tokens,
+            tokens_per_s=self._built.runner.tokens_per_s,
+        )
 
     async def snapshot(self) -> PrefixSnapshot:
         """All cached prefixes. Reports after its sequence are true on top of it, even if older than it."""
@@ -247,7 +252,7 @@ class EngineActor:
             by_ingress[reply.to].append(reply.chunk)
         for ingress_id, chunks in by_ingress.items():
             self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
-        self._num_requests = turn.num_requests
+        self._num_requests, self._uncomputed_tokens = turn.num_requests, turn.uncomputed_tokens
         if self._account.add(turn):
             self._reporter.has_news()
 

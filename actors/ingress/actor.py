@@ -1,19 +1,30 @@
-"""The ingress's process: an HTTP server beside a dispatcher, on one event loop."""
+"""The ingress's process: an HTTP server beside a dispatcher for each model, on one event loop."""
 
 import asyncio
 import errno
+import logging
 import math
 import socket
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
 import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.streams import EngineStreams
-from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineId,
+    HttpConfig,
+    IngressId,
+    IngressInfo,
+)
 from shoal.kvstore.messages import StoreId
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
@@ -21,11 +32,13 @@ BACKLOG = 2048
 class IngressActor:
     """A new id each time the process starts: the engines drop what an earlier one had asked for."""
 
-    def __init__(self, model: ModelCard, http: HttpConfig) -> None:
-        self._model = model
+    def __init__(self, http: HttpConfig, models: Sequence[DeploymentCard]) -> None:
+        """models: whose tokenizers are loaded before it listens; it may be told of others later."""
         self._http = http
+        self._cards = models
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
-        self._streams = EngineStreams(self._ingress_id, model.block_size)
+        self._streams: dict[DeploymentId, EngineStreams] = {}
+        self._loading: dict[DeploymentId, asyncio.Task[None]] = {}
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -41,26 +54,74 @@ class IngressActor:
     async def _start(self) -> IngressInfo:
         # transformers takes seconds to import: not while Ray waits for the class
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
-        from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
+        from shoal.actors.ingress.models import Models  # noqa: PLC0415
 
         listener = listen(self._http)
-        codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
-        app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
-        self._intake, self._gate = app.state.intake, app.state.gate
+        self._models = Models()
+        for card in self._cards:
+            await self._load(card)
+        app = create_app(models=self._models, api_key=self._http.api_key)
+        self._gate = app.state.gate
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         settle()
-        return IngressInfo(ingress_id=self._ingress_id, url=url)
+        node = ray.get_runtime_context().get_node_id()
+        return IngressInfo(ingress_id=self._ingress_id, url=url, node=node)
+
+    async def _load(self, card: DeploymentCard) -> None:
+        from shoal.actors.ingress.models import ServedModel  # noqa: PLC0415
+        from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
+
+        codec = await asyncio.to_thread(TextCodec.load, card.model.checkpoint)
+        name = f"{self._ingress_id}/{card.deployment_id}"
+        streams = EngineStreams(self._ingress_id, card.model.block_size, name)
+        self._streams[card.deployment_id] = streams
+        self._models.add(
+            ServedModel(
+                deployment_id=card.deployment_id,
+                card=card.model,
+                codec=codec,
+                dispatcher=streams,
+                weight=card.weight,
+            )
+        )
 
     async def introduce(
-        self, router: Any, engines: Mapping[EngineId, Any], stores: Mapping[StoreId, Any], fingerprint: bytes
+        self,
+        deployments: Sequence[tuple[DeploymentCard, Any, Mapping[EngineId, Any]]],
+        stores: Mapping[StoreId, Any],
     ) -> None:
-        """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
-        if fingerprint:
-            self._intake.learn_fingerprint(fingerprint)
-        await self._streams.introduce(router, engines, stores, fingerprint)
+        """These are all that are served now, each with its router, None if it is away, and its engines."""
+        for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
+            self._models.remove(deployment_id)
+            await self._streams.pop(deployment_id).introduce(None, {}, {})
+        for card, router, engines in deployments:
+            model = self._models.get(card.deployment_id)
+            if model is None:
+                self._begin_to_load(card)
+                continue
+            model.weight = card.weight
+            if card.model.fingerprint:
+                model.intake.learn_fingerprint(card.model.fingerprint)
+            await self._streams[card.deployment_id].introduce(
+                router, engines, stores, card.model.fingerprint, card.draining
+            )
+
+    def _begin_to_load(self, card: DeploymentCard) -> None:
+        """We are told again of it soon: then its engines are linked, or a load that failed begins anew."""
+        if card.deployment_id in self._loading:
+            return
+
+        def loaded(task: asyncio.Task[None]) -> None:
+            del self._loading[card.deployment_id]
+            if not task.cancelled() and (error := task.exception()):
+                logger.error("the tokenizer of %s is not read: %s", card.model.name, error)
+
+        task = asyncio.create_task(self._load(card))
+        self._loading[card.deployment_id] = task
+        task.add_done_callback(loaded)
 
     async def ping(self) -> None:
         """Answers while the event loop turns; raises when the server has ended."""

@@ -11,14 +11,12 @@ from fastapi.params import Depends as Dependency
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from shoal.actors.ingress.dispatch import Dispatcher
 from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST, Edge, report_failure
 from shoal.actors.ingress.endpoints import Endpoints
 from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
 from shoal.actors.ingress.gate import Gate, GateConfig
-from shoal.actors.ingress.generation_config import generation_defaults
-from shoal.actors.ingress.intake import Intake
 from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.models import Models
 from shoal.actors.ingress.openapi import body_of, describe
 from shoal.actors.ingress.pace import Pace
 from shoal.actors.ingress.protocol import (
@@ -32,8 +30,7 @@ from shoal.actors.ingress.protocol import (
     TokenizeResponse,
 )
 from shoal.actors.ingress.responses import ClientGone
-from shoal.actors.ingress.text import PromptError, TextCodec
-from shoal.actors.messages import ModelCard
+from shoal.actors.ingress.text import PromptError
 
 MAX_BODY_BYTES = 32 * 2**20
 TIMEOUT_S = 3600.0
@@ -42,31 +39,24 @@ LIMITS = GateConfig()
 
 def create_app(
     *,
-    model: ModelCard,
-    codec: TextCodec,
-    dispatcher: Dispatcher,
+    models: Models,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: GateConfig = LIMITS,
     timeout_s: float = TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The front door of one model."""
+    """The front door of these models, also of those that come and go later."""
     metrics = Metrics()
     gate = Gate(limits, Pace(clock))
-    intake = Intake(model, codec, generation_defaults(model.checkpoint))
     endpoints = Endpoints(
-        model=model,
-        codec=codec,
-        intake=intake,
-        dispatcher=dispatcher,
+        models=models,
         gate=gate,
         metrics=metrics,
         max_body_bytes=max_body_bytes,
         timeout_s=timeout_s,
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
-    app.state.intake = intake  # to be told the fingerprint
     app.state.gate = gate  # to be closed
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)

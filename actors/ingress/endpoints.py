@@ -16,8 +16,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from shoal.actors.ingress.answers import Answer, ChatAnswer, CompletionAnswer
-from shoal.actors.ingress.body import read_body
-from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
+from shoal.actors.ingress.body import RequestT, parse_body, read_body
+from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import not_ready, timed_out
 from shoal.actors.ingress.events import DONE, KEEP_ALIVE
 from shoal.actors.ingress.gate import Gate
@@ -25,17 +25,20 @@ from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, 
 from shoal.actors.ingress.intake import Intake, Intent
 from shoal.actors.ingress.invariants import invariants
 from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.models import Models
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
     Model,
     ModelList,
+    TokenizeRequest,
 )
 from shoal.actors.ingress.responses import EventStream, while_connected
-from shoal.actors.ingress.text import TextCodec
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import ModelCard
+from shoal.kvstore.outstanding import Outstanding
 
 INTAKE_THREADS = 4
 """A long prompt keeps one of them for seconds; the others go on."""
@@ -57,19 +60,14 @@ class Endpoints:
     def __init__(
         self,
         *,
-        model: ModelCard,
-        codec: TextCodec,
-        intake: Intake,
-        dispatcher: Dispatcher,
+        models: Models,
         gate: Gate,
         metrics: Metrics,
         max_body_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._model = Model(id=model.name, created=int(time.time()), max_model_len=model.max_model_len)
-        self._codec = codec
-        self._intake = intake
-        self._dispatcher = dispatcher
+        self._models = models
+        self._began = int(time.time())
         self._gate = gate
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -80,39 +78,48 @@ class Endpoints:
         self._names_logged: set[str] = set()
 
     async def chat_completions(self, request: Request) -> Response:
-        return await self._generate(request, ChatCompletionRequest, self._intake.chat, ChatAnswer)
+        return await self._generate(request, ChatCompletionRequest, Intake.chat, ChatAnswer)
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionRequest, self._intake.completion, CompletionAnswer)
+        return await self._generate(request, CompletionRequest, Intake.completion, CompletionAnswer)
 
     async def tokenize(self, request: Request) -> Response:
-        return await self._converted(request, self._intake.tokenize)
+        return await self._converted(request, TokenizeRequest, Intake.tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        return await self._converted(request, self._intake.detokenize)
+        return await self._converted(request, DetokenizeRequest, Intake.detokenize)
 
     async def models(self) -> ModelList:
-        return ModelList(data=[self._model])
+        return ModelList(data=[self._described(card) for card in self._models.cards])
 
     async def model(self, model_id: str) -> Model:
-        self._intake.check_model(model_id)
-        return self._model
+        return self._described(self._models.named(model_id).card)
+
+    def _described(self, card: ModelCard) -> Model:
+        return Model(id=card.name, created=self._began, max_model_len=card.max_model_len)
 
     async def reset_prefix_cache(self) -> Response:
-        if not await self._dispatcher.reset_prefix_cache():
+        resets = [model.dispatcher.reset_prefix_cache() for model in self._models]
+        if not resets or not all(await asyncio.gather(*resets)):
             return not_ready().response()
         return JSONResponse({})
 
     async def invariants(self) -> Response:
-        return invariants({"http": self._gate.outstanding(), **await self._dispatcher.outstanding()})
+        said: dict[str, Outstanding | None] = {"http": self._gate.outstanding()}
+        for outstanding in await asyncio.gather(*(model.dispatcher.outstanding() for model in self._models)):
+            said |= outstanding
+        return invariants(said)
 
     async def health(self) -> Response:
         """This process lives; nothing is said of engines."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self) -> Response:
-        """A request could be placed now. Probes ask every second: a no is an answer, not a failure to log."""
-        if self._gate.is_closed or not self._dispatcher.ready():
+        """A request could be placed now, of one model at least: if one is away, others are not to be cut off.
+
+        Probes ask every second: a no is an answer, not a failure to log.
+        """
+        if self._gate.is_closed or not any(model.dispatcher.ready() for model in self._models):
             return not_ready().response()
         return JSONResponse({"status": "ready"})
 
@@ -122,34 +129,35 @@ class Endpoints:
     async def _generate(
         self,
         request: Request,
-        model: type[GenerationT],
-        take: Callable[[GenerationT], Intent],
+        body_type: type[GenerationT],
+        take: Callable[[Intake, GenerationT], Intent],
         shape: type[Answer],
     ) -> Response:
         data = await read_body(request, max_bytes=self._max_body_bytes)
-        parsed = partial(self._intake.parse, data, model)
+        parsed = partial(parse_body, data, body_type)
         if len(data) <= SHORT_BYTES:
             body, ignored = parsed()
         else:
             body, ignored = await self._off_loop(request, self._deadline(request), self._parsers, parsed)
         self._warn(request, ignored)
         deadline = self._deadline(request, body.timeout)
+        model = self._models.named(body.model)
 
         def taken() -> tuple[Intent, list[Transcript]]:
-            intent = take(body)
-            return intent, [Transcript(asked, self._codec.token_bytes) for asked in intent.choices]
+            intent = take(model.intake, body)
+            return intent, [Transcript(asked, model.codec.token_bytes) for asked in intent.choices]
 
         intent, choices = await self._off_loop(request, deadline, self._threads, taken)
         include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
         answer = shape(
             intent.answer_id,
             int(time.time()),
-            self._model.id,
+            model.card.name,
             include_usage=body.include_usage,
             include_logprobs=include_logprobs,
         )
         placed = partial(self._placed, request)
-        deltas = text_deltas(self._dispatcher, choices, deadline, self._metrics, placed)
+        deltas = text_deltas(model.dispatcher, choices, deadline, self._metrics, placed)
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
@@ -160,11 +168,14 @@ class Endpoints:
             content = written()
         return Response(content, media_type="application/json")
 
-    async def _converted(self, request: Request, convert: Callable[[bytes], BaseModel]) -> Response:
+    async def _converted(
+        self, request: Request, body_type: type[RequestT], convert: Callable[[Intake, RequestT], BaseModel]
+    ) -> Response:
         data = await read_body(request, max_bytes=self._max_body_bytes)
 
         def written() -> str:
-            return convert(data).model_dump_json()
+            body, _ = parse_body(data, body_type)
+            return convert(self._models.named(body.model).intake, body).model_dump_json()
 
         content = await self._off_loop(request, self._deadline(request), self._threads, written)
         return Response(content, media_type="application/json")

@@ -1,4 +1,4 @@
-"""From the bytes of a body to what the engines are asked.
+"""From a body to what the engines are asked.
 
 Plain functions of the body, and slow ones where a prompt is long: the endpoints run them on threads.
 """
@@ -8,12 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from shoal.actors.ingress.body import RequestT, parse_body
 from shoal.actors.ingress.errors import (
     bad_request,
     context_length_exceeded,
     prompt_too_long,
-    unknown_model,
     unknown_token,
 )
 from shoal.actors.ingress.generation_config import GenerationDefaults
@@ -81,12 +79,6 @@ class Intake:
         """Engines know it, and the front door may open before them."""
         self._card = replace(self._card, fingerprint=fingerprint)
 
-    def parse(self, data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:
-        """Also the names of fields that nobody here knows."""
-        body, ignored = parse_body(data, model)
-        self.check_model(body.model)
-        return body, ignored
-
     def chat(self, body: ChatCompletionRequest) -> Intent:
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
@@ -120,8 +112,7 @@ class Intake:
         )
         return Intent(answer_id=answer_id, choices=choices)
 
-    def tokenize(self, data: bytes) -> TokenizeResponse:
-        body, _ = self.parse(data, TokenizeRequest)
+    def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         tokens = self._tokens(body)
         return TokenizeResponse(
             count=len(tokens),
@@ -159,14 +150,9 @@ class Intake:
         if fewest > self._card.max_model_len:
             raise prompt_too_long(len(text.encode()), fewest, self._card.max_model_len, param=param)
 
-    def detokenize(self, data: bytes) -> DetokenizeResponse:
-        body, _ = self.parse(data, DetokenizeRequest)
+    def detokenize(self, body: DetokenizeRequest) -> DetokenizeResponse:
         self._check_ids(body.tokens, param="tokens")
         return DetokenizeResponse(prompt=self._codec.decode(body.tokens))
-
-    def check_model(self, name: str | None) -> None:
-        if name is not None and name != self._card.name:
-            raise unknown_model(name)
 
     def _completion(self, body: CompletionRequest, shared: _Shared, request_id: str, prompt: Prompt) -> Asked:
         if isinstance(prompt, str):

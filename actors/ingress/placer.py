@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,12 @@ class Placer:
         """The one whose last call failed."""
         self._ping: asyncio.Task[None] | None = None
         self._warner = _Warner(_now)
+        self._draining: frozenset[EngineId] = frozenset()
 
-    def introduce(self, router: Any, fingerprint: bytes) -> None:
-        """This router places; if it was silent, it is asked whether it still is."""
+    def introduce(self, router: Any, fingerprint: bytes, draining: Collection[EngineId] = ()) -> None:
+        """This router places; if it was silent, it is asked whether it still is. What drains gets nothing."""
         self._router = router
+        self._draining = frozenset(draining)
         self.fingerprint = fingerprint or self.fingerprint
         if router == self._silent_router and (self._ping is None or self._ping.done()):
             self._ping = asyncio.create_task(self._ask_after(router))
@@ -86,7 +88,7 @@ class Placer:
                 attempt=request.attempt,
                 num_prompt_tokens=request.num_tokens,
                 block_keys=block_keys,
-                exclude=tried | unlinked | self._links.lost,
+                exclude=tried | unlinked | self._links.lost | self._draining,
             )
             try:
                 reply = await self._ask(wanted)
@@ -127,7 +129,7 @@ class Placer:
         return Place(link=link, by=by, sources=sources)
 
     def _others(self, excluded: frozenset[EngineId]) -> list[Link]:
-        return [link for link in self._links if link.engine_id not in excluded]
+        return [link for link in self._links if link.engine_id not in excluded | self._draining]
 
     def _went_by(self, request: EngineRequest, wanted: PlacementRequest, reply: PlacementReply) -> PlacedBy:
         if reply.hit_tokens:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -24,10 +24,11 @@ _Reset = Coroutine[Any, Any, None]
 
 
 class EngineStreams:
-    """Implements `Dispatcher`. Lives on one event loop."""
+    """Implements `Dispatcher`, for the engines of one deployment. Lives on one event loop."""
 
-    def __init__(self, ingress_id: IngressId, block_size: int) -> None:
-        self._ingress_id = ingress_id
+    def __init__(self, ingress_id: IngressId, block_size: int, name: str | None = None) -> None:
+        """name: for what is outstanding here, where an ingress has several of these."""
+        self._name = name or ingress_id
         self._block_size = block_size
         self._links = Links(ingress_id)
         self._placer = Placer(self._links, block_size)
@@ -39,12 +40,14 @@ class EngineStreams:
         actors: Mapping[EngineId, Any],
         stores: Mapping[StoreId, Any],
         fingerprint: bytes = b"",
+        draining: Collection[EngineId] = (),
     ) -> None:
         """This router places, and exactly these engines and stores exist. The fingerprint is the engines'.
+        Those that drain are given nothing new.
 
         Requests on an engine that no longer exists go on elsewhere; a stream that broke is opened anew.
         """
-        self._placer.introduce(router, fingerprint)
+        self._placer.introduce(router, fingerprint, draining)
         self._stores = stores
         await self._links.introduce(actors)
 
@@ -74,7 +77,7 @@ class EngineStreams:
             **{s: within(CALL_DEADLINE_S, actor.outstanding.remote()) for s, actor in self._stores.items()},
         }
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
-        said: dict[str, Outstanding | None] = {self._ingress_id: Outstanding(counts=counts)}
+        said: dict[str, Outstanding | None] = {self._name: Outstanding(counts=counts)}
         for name, answer in zip(asked, answers, strict=True):
             if isinstance(answer, BaseException):
                 logger.warning("%s did not say what is outstanding: %s", name, type(answer).__name__)

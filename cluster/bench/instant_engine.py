@@ -12,6 +12,8 @@ from shoal.actors.engine.account import Account, Turn
 from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.messages import (
     CachedTokens,
+    DeploymentCard,
+    DeploymentId,
     EngineId,
     EngineInfo,
     EngineRequest,
@@ -104,7 +106,8 @@ class FrontDoor:
         ids = [EngineId(f"engine-{index}") for index in range(num_engines)]
         self._engines = {engine_id: _actor(InstantEngine, engine_id) for engine_id in ids}
         self._router = _actor(RouterActor, model.block_size)
-        self._ingress = _actor(IngressActor, model, HttpConfig(port=0))
+        self._served = DeploymentCard(deployment_id=DeploymentId("instant"), model=model, weight=1)
+        self._ingress = _actor(IngressActor, HttpConfig(port=0), [self._served])
 
     def start(self) -> str:
         """The URL at which a request can be placed."""
@@ -114,7 +117,7 @@ class FrontDoor:
         members = list(zip(infos, engines.values(), strict=True))
         told = [
             self._router.set_members.remote(members, []),
-            self._ingress.introduce.remote(self._router, engines, {}, FINGERPRINT),
+            self._ingress.introduce.remote([(self._served, self._router, engines)], {}),
         ]
         heard_by = frozenset({door.ingress_id})
         told += [engine.introduce.remote(self._router, heard_by, {}, None) for engine in engines.values()]

@@ -7,7 +7,7 @@ import pytest
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
-from tests.api.fakes import FakeDispatcher
+from tests.api.fakes import FakeDispatcher, serving_one
 from tests.api.server import serving
 from tests.ingress.checkpoints import adding_bos, byte_level_tokenizer, save_checkpoint
 
@@ -38,7 +38,7 @@ def shared_dispatcher() -> FakeDispatcher:
 
 @pytest.fixture(scope="session")
 def url(card: ModelCard, codec: TextCodec, shared_dispatcher: FakeDispatcher) -> Iterator[str]:
-    app = create_app(model=card, codec=codec, dispatcher=shared_dispatcher, max_body_bytes=2**20)
+    app = create_app(models=serving_one(card, codec, shared_dispatcher), max_body_bytes=2**20)
     with serving(app) as url:
         yield url
 

@@ -6,17 +6,28 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
+from shoal.actors.ingress.models import Models, ServedModel
+from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import (
     CachedTokens,
+    DeploymentId,
     EngineRequest,
     FinishReason,
+    ModelCard,
     RequestError,
     TokenChunk,
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
+
+
+def serving_one(card: ModelCard, codec: TextCodec, dispatcher: Dispatcher) -> Models:
+    """A front door's only model."""
+    return Models(
+        ServedModel(deployment_id=DeploymentId("only"), card=card, codec=codec, dispatcher=dispatcher)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

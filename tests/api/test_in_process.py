@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
-from tests.api.fakes import FakeDispatcher, Script
+from tests.api.fakes import FakeDispatcher, Script, serving_one
 from tests.ingress.checkpoints import tokens_of
 
 KEY = "sk-schlüssel"
@@ -30,14 +30,14 @@ def ask(app: FastAPI, method: str, path: str, **kwargs: Any) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def locked(card: ModelCard, codec: TextCodec) -> FastAPI:
-    return create_app(model=card, codec=codec, dispatcher=FakeDispatcher(), api_key=KEY)
+    return create_app(models=serving_one(card, codec, FakeDispatcher()), api_key=KEY)
 
 
 @pytest.fixture(scope="module")
 def app(card: ModelCard, codec: TextCodec) -> FastAPI:
     dispatcher = FakeDispatcher()
     dispatcher.script = Script(token_ids=tokens_of("alpha"))
-    return create_app(model=card, codec=codec, dispatcher=dispatcher)
+    return create_app(models=serving_one(card, codec, dispatcher))
 
 
 @pytest.mark.parametrize("authorization", [None, "", KEY, "Bearer", "Bearer sk", f"bearer{KEY}", "Bearer é"])

@@ -10,7 +10,7 @@ from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.endpoints import INTAKE_THREADS
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
-from tests.api.fakes import FakeDispatcher
+from tests.api.fakes import FakeDispatcher, serving_one
 from tests.api.server import serving
 
 
@@ -28,7 +28,7 @@ class Jammed:
 def jammed(card: ModelCard, monkeypatch: pytest.MonkeyPatch) -> Iterator[Jammed]:
     codec, dispatcher, all_busy = TextCodec.load(card.checkpoint), FakeDispatcher(), threading.Event()
     encode = codec.encode_prompt
-    with serving(create_app(model=card, codec=codec, dispatcher=dispatcher)) as url:
+    with serving(create_app(models=serving_one(card, codec, dispatcher))) as url:
         door = Jammed(url, dispatcher)
 
         def encode_slowly(prompt: str) -> tuple[int, ...]:

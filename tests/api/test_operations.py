@@ -17,7 +17,7 @@ from shoal.actors.ingress.edge import LAST_WORDS_S
 from shoal.actors.ingress.gate import GateConfig
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
-from tests.api.fakes import FakeDispatcher, Script
+from tests.api.fakes import FakeDispatcher, Script, serving_one
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
 
@@ -29,7 +29,7 @@ class Door:
 
     def __init__(self, card: ModelCard, codec: TextCodec, **limits: Any) -> None:
         self.dispatcher = FakeDispatcher()
-        self.app: FastAPI = create_app(model=card, codec=codec, dispatcher=self.dispatcher, **limits)
+        self.app: FastAPI = create_app(models=serving_one(card, codec, self.dispatcher), **limits)
 
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:

@@ -120,7 +120,18 @@ class Served:
         return sorted(name for name in self.names() if name.startswith("store-"))
 
     def actor(self, name: str) -> Any:
+        """By its name, or by what no other's begins with."""
+        if name not in (names := self.names()):
+            found = [full for full in names if full.startswith(f"{name}-")]
+            name = found[0] if len(found) == 1 else name
         return ray.get_actor(name, namespace=self.namespace)
+
+    def is_replaced(self, name: str, before: Any) -> bool:
+        """Whether there is another of that name now."""
+        try:
+            return bool(self.actor(name) != before)
+        except ValueError:
+            return False
 
     def pid(self, name: str) -> int:
         return int(ray.get(self.actor(name).__ray_call__.remote(lambda _: os.getpid()), timeout=10))
@@ -131,7 +142,8 @@ class Served:
             status = ray.get(self.actor("supervisor").status.remote(), timeout=10)
         except (ValueError, ray.exceptions.RayError):
             return set()
-        return {engine.engine_id for engine in status.engines} if status.ready else set()
+        engines = [engine.info for deployment in status.deployments for engine in deployment.engines]
+        return {engine.engine_id for engine in engines if engine} if status.ready else set()
 
     def loads(self) -> dict[str, int]:
         """Of engines, by the router's account."""

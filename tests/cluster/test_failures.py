@@ -53,7 +53,7 @@ def test_router_and_ingress_are_replaced(served: Served, name: str, how: str) ->
         os.kill(served.pid(name), signal.SIGKILL)
     else:
         hang(served, name)
-    wait_for(lambda: name in served.names() and served.actor(name) != first, f"a new {name}")
+    wait_for(lambda: served.is_replaced(name, first), f"a new {name}")
     wait_for(lambda: served.get("/ready") == 200, "ready again")
     wait_for(lambda: len(served.loads()) == 2, "the router knows the engines")
     assert complete(served, PROMPT)

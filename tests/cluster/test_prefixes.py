@@ -88,7 +88,7 @@ def test_a_router_that_is_killed_learns_again_what_the_engines_hold(served: Serv
     before = true(served)
     first = served.actor("router")
     os.kill(served.pid("router"), signal.SIGKILL)
-    wait_for(lambda: "router" in served.names() and served.actor("router") != first, "a new router")
+    wait_for(lambda: served.is_replaced("router", first), "a new router")
     wait_for(lambda: believed(served) == before, "snapshots")
     assert cached_tokens(served, 400) == CACHED
     wait_for(lambda: believed(served) == true(served), "reports")

@@ -34,8 +34,11 @@ def model(served: Served) -> str:
 
 def test_actors_are_named_in_the_clusters_namespace(served: Served) -> None:
     engines = served.engine_names()
-    assert [name.rsplit("-", 1)[0] for name in engines] == ["engine-0", "engine-1"]
-    assert served.names() == {"supervisor", "router", "ingress-0", *engines}
+    (router,) = [name for name in served.names() if name.startswith("router-")]
+    deployment = router.removeprefix("router-")
+    assert deployment.startswith("tiny.") or "." in deployment
+    assert [name.rsplit("-", 1)[0] for name in engines] == [f"engine-{deployment}-{i}" for i in (0, 1)]
+    assert served.names() == {"supervisor", router, "ingress-0", *engines}
 
 
 def test_what_a_person_is_told_at_the_start(served: Served) -> None:

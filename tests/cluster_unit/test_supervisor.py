@@ -1,14 +1,27 @@
 """The supervisor over fake processes and a fake clock: what it starts, replaces, adopts and ends."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from shoal.actors.messages import EngineId, EngineInfo, IngressId, IngressInfo
-from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
-from shoal.cluster.supervisor import ADOPTION_DEADLINE_S, LEASE_TICKS, Supervisor
+from shoal.actors.engine.config import EngineConfig
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineHealth,
+    EngineId,
+    EngineInfo,
+    HttpConfig,
+    IngressId,
+    IngressInfo,
+    ModelCard,
+)
+from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec
+from shoal.cluster.supervisor import ADOPTION_DEADLINE_S, LEASE_TICKS, Supervisor, Wish
 from shoal.cluster.watch import PING_DEADLINE_S, PULSE_DEADLINE_S, START_DEADLINE_S
 from shoal.kvstore.messages import StoreId, StoreInfo
 
@@ -52,6 +65,8 @@ class FakeProcess:
 
 
 class FakeEngine(FakeProcess):
+    health: EngineHealth | None = None
+
     def introduce(
         self,
         router: RouterProcess,
@@ -60,6 +75,10 @@ class FakeEngine(FakeProcess):
         own_store: str | None,
     ) -> None:
         self.told.append((router.process_id, set(ingress_ids), sorted(stores), own_store))
+
+    def has(self, num_requests: int) -> None:
+        """Its next ping is answered by that."""
+        self.health = EngineHealth(num_requests=num_requests, stalled=False)
 
 
 class FakeStore(FakeProcess):
@@ -71,8 +90,8 @@ class FakeStore(FakeProcess):
     def is_on(self, node: str) -> bool:
         return node == self.node
 
-    def introduce(self, router: RouterProcess) -> None:
-        self.told.append(router.process_id)
+    def introduce(self, routers: Sequence[RouterProcess]) -> None:
+        self.told.append([router.process_id for router in routers])
 
 
 class FakeRouter(FakeProcess):
@@ -87,23 +106,24 @@ class FakeRouter(FakeProcess):
 
 
 class FakeIngress(FakeProcess):
-    stopped = False
+    stopped: float | None = None
+    """With that grace."""
 
-    def introduce(
-        self,
-        router: RouterProcess,
-        engines: Mapping[str, EngineProcess],
-        stores: Mapping[str, StoreProcess],
-        fingerprint: bytes,
-    ) -> None:
-        self.told.append((router.process_id, sorted(engines), fingerprint))
+    def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None:
+        self.heard = {told.card.deployment_id: told for told in deployments}
+        first = deployments[0]
+        router = first.router.process_id if first.router else None
+        self.told.append((router, sorted(first.engines), first.card.model.fingerprint))
         self.stores = sorted(stores)
 
-    def stop(self) -> Future[Any]:
-        self.stopped = True
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return done
+    def stop(self, grace_s: float) -> Future[Any]:
+        self.stopped = grace_s
+        self.has_ended: Future[Any] = Future()
+        if self.ends_at_once:
+            self.has_ended.set_result(None)
+        return self.has_ended
+
+    ends_at_once = True
 
 
 @dataclass
@@ -115,45 +135,65 @@ class FakeLauncher:
     to_adopt: list[FakeEngine] = field(default_factory=list)
     stores_to_adopt: list[FakeStore] = field(default_factory=list)
     router_to_adopt: FakeRouter | None = None
-    ingresses_to_adopt: dict[int, FakeIngress] = field(default_factory=dict)
+    ingresses_to_adopt: dict[str, FakeIngress] = field(default_factory=dict)
     nodes: list[str] = field(default_factory=lambda: ["n"])
     """Of the engines, in turn."""
+    labelled: list[str] = field(default_factory=list)
+    """Nodes that are to have an ingress."""
     failures: int = 0
     room: int = 99
-    """For so many engines. The others are not heard of."""
+    """For engines with an index below this. The others are not heard of."""
+    known: Set[DeploymentId] = frozenset()
+    leaving: Set[str] = frozenset()
 
-    def engine(self, index: int) -> FakeEngine:
+    def engine(self, deployment: DeploymentSpec, index: int) -> FakeEngine:
         if self.failures:
             self.failures -= 1
             raise RuntimeError("the name is still taken")
-        name = f"engine-{index}-{len(self.engines)}"
-        self.engines.append(an_engine(name, self.nodes[index % len(self.nodes)]))
+        is_plain = deployment.model.name == "m" and not deployment.labels
+        name = f"{'engine' if is_plain else deployment.deployment_id}-{index}-{len(self.engines)}"
+        nodes = [node for node in self.nodes if node not in self.leaving] or self.nodes
+        self.engines.append(an_engine(name, nodes[index % len(nodes)]))
         self.engines[-1].hangs = index >= self.room
         return self.engines[-1]
 
-    def router(self) -> FakeRouter:
+    def router(self, deployment: DeploymentSpec) -> FakeRouter:
         self.routers.append(FakeRouter("router", None))
         return self.routers[-1]
 
-    def ingress(self, index: int) -> FakeIngress:
-        self.ingresses.append(an_ingress(index, f"id-{len(self.ingresses)}"))
+    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> FakeIngress:
+        self.ingresses.append(an_ingress(doorway.name, f"id-{len(self.ingresses)}", doorway.node or "n"))
         return self.ingresses[-1]
 
     def store(self, node: str) -> FakeStore:
         self.stores.append(FakeStore(f"store-{node}-{len(self.stores)}", node))
         return self.stores[-1]
 
-    def adopt_engines(self) -> list[FakeEngine]:
+    def adopt_engines(self, deployment: DeploymentSpec) -> list[FakeEngine]:
         return self.to_adopt
 
-    def adopt_router(self) -> FakeRouter | None:
+    def adopt_router(self, deployment: DeploymentSpec) -> FakeRouter | None:
         return self.router_to_adopt
 
-    def adopt_ingress(self, index: int) -> FakeIngress | None:
-        return self.ingresses_to_adopt.get(index)
+    def adopt_ingresses(self) -> dict[str, FakeIngress]:
+        return self.ingresses_to_adopt
 
     def adopt_stores(self) -> list[FakeStore]:
         return self.stores_to_adopt
+
+    def end_others(self, known: Set[DeploymentId]) -> None:
+        self.known = set(known)
+
+    def look(self, leaving: Set[str]) -> None:
+        self.leaving = leaving
+
+    def doorways(self, spec: ClusterSpec) -> list[Doorway]:
+        if spec.ingress_labels:
+            return [Doorway(name=f"ingress-{node}", http=spec.http[0], node=node) for node in self.labelled]
+        return [Doorway(name=f"ingress-{i}", http=http) for i, http in enumerate(spec.http)]
+
+    def lacking(self, deployment: DeploymentSpec) -> str:
+        return f"waits for {deployment.engine.threads} CPU"
 
 
 def an_engine(name: str, node: str = "n") -> FakeEngine:
@@ -161,8 +201,24 @@ def an_engine(name: str, node: str = "n") -> FakeEngine:
     return FakeEngine(name, info)
 
 
-def an_ingress(index: int, ingress_id: str) -> FakeIngress:
-    return FakeIngress(f"ingress-{index}", IngressInfo(ingress_id=IngressId(ingress_id), url="http://x"))
+def an_ingress(name: str, ingress_id: str, node: str = "n") -> FakeIngress:
+    return FakeIngress(name, IngressInfo(ingress_id=IngressId(ingress_id), url="http://x", node=node))
+
+
+def a_deployment(
+    name: str = "m",
+    num_engines: int = 2,
+    *,
+    autoscaling: AutoscalingConfig | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> DeploymentSpec:
+    return DeploymentSpec(
+        model=ModelCard(name=name, checkpoint="c", max_model_len=64, block_size=16, fingerprint=b""),
+        engine=EngineConfig(checkpoint="c", max_model_len=64, memory_bytes=1 << 20, threads=1),
+        num_engines=num_engines,
+        autoscaling=autoscaling,
+        labels=labels or {},
+    )
 
 
 @dataclass
@@ -172,15 +228,18 @@ class Cluster:
     with_stores: bool = False
     launcher: FakeLauncher = field(default_factory=FakeLauncher)
     clock: Clock = field(default_factory=Clock)
+    deployments: tuple[DeploymentSpec, ...] = ()
+    ingress_labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.supervisor = Supervisor(
-            self.launcher,
-            num_engines=self.num_engines,
-            num_ingresses=self.num_ingresses,
-            with_stores=self.with_stores,
-            clock=self.clock,
+        self.spec = ClusterSpec(
+            name="test",
+            deployments=self.deployments or (a_deployment(num_engines=self.num_engines),),
+            kv_store_bytes=None if self.with_stores else 0,
+            http=tuple(HttpConfig(port=8000 + i) for i in range(self.num_ingresses)),
+            ingress_labels=self.ingress_labels,
         )
+        self.supervisor = Supervisor(Wish(spec=self.spec), self.launcher, clock=self.clock)
 
     @property
     def processes(self) -> tuple[FakeProcess, ...]:
@@ -194,7 +253,7 @@ class Cluster:
     def all_ready(self) -> None:
         self.tick()
         for process in self.processes:
-            if not process.started.done():
+            if not process.started.done() and not process.killed:
                 process.become_ready()
         self.tick()
 
@@ -203,6 +262,22 @@ class Cluster:
             for ping in process.pings:
                 if not ping.done():
                     ping.set_result(True)
+
+    def passes(self, seconds: float) -> None:
+        """All answer their pings meanwhile, and whoever starts becomes ready."""
+        for _ in range(int(2 * seconds)):
+            self.all_answer()
+            for process in self.processes:
+                if not process.started.done() and not process.killed and not process.hangs:
+                    process.become_ready()
+            self.tick(after_s=0.5)
+
+    def phases(self) -> dict[str, list[str]]:
+        """By model."""
+        return {
+            deployment.model: [str(engine.phase) for engine in deployment.engines]
+            for deployment in self.supervisor.status().deployments
+        }
 
 
 def test_a_cluster_is_ready_when_the_ingress_and_every_engine_are() -> None:
@@ -292,7 +367,10 @@ def test_a_start_without_a_sign_of_life_is_ended_but_not_one_that_waits_for_room
     for _ in range(2):  # the pulse of the first minute was felt before it hung
         cluster.tick(after_s=PULSE_DEADLINE_S + 0.1)
     assert (hung.killed, waiting.killed) == (True, False)
-    assert cluster.supervisor.status().troubles == ("engine 0: TimeoutError: no sign of life within 60 s",)
+    assert cluster.supervisor.status().troubles == (
+        "engine 0 of m: TimeoutError: no sign of life within 60 s",
+        "engine 1 of m: waits for 1 CPU",
+    )
 
 
 def test_a_wrong_configuration_is_reported_and_not_tried_again() -> None:
@@ -347,10 +425,11 @@ def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> 
 
 
 def left_by_another(num_engines: int = 2, num_ingresses: int = 2) -> FakeLauncher:
+    names = [f"ingress-{i}" for i in range(num_ingresses)]
     return FakeLauncher(
         to_adopt=[an_engine(f"engine-{i}-old") for i in range(num_engines)],
         router_to_adopt=FakeRouter("router", None),
-        ingresses_to_adopt={i: an_ingress(i, f"old-{i}") for i in range(num_ingresses)},
+        ingresses_to_adopt={name: an_ingress(name, f"old-{name[-1]}") for name in names},
         stores_to_adopt=[FakeStore("store-old", "n")],
     )
 
@@ -419,15 +498,15 @@ def test_the_lease_expires_unless_the_driver_renews_it() -> None:
     cluster.supervisor.renew_lease()
     for _ in range(LEASE_TICKS - 1):
         cluster.tick()
-    assert not cluster.supervisor.lease_expired
+    assert not cluster.supervisor.is_to_end
     cluster.tick()
-    assert cluster.supervisor.lease_expired
+    assert cluster.supervisor.is_to_end
 
 
 def test_a_supervisor_that_was_stalled_does_not_blame_the_driver() -> None:
     cluster = Cluster()
     cluster.tick(after_s=3600.0)
-    assert not cluster.supervisor.lease_expired
+    assert not cluster.supervisor.is_to_end
 
 
 def test_once_ready_nothing_is_a_wrong_configuration_any_more() -> None:
@@ -457,7 +536,9 @@ def test_a_start_that_fails_is_tried_again_and_said() -> None:
     cluster.launcher.engines[0].started.set_exception(OSError("trace\n\nno such file: model.safetensors\n"))
     cluster.tick()
     assert cluster.supervisor.status().failed is None
-    assert cluster.supervisor.status().troubles == ("engine 0: OSError: no such file: model.safetensors",)
+    assert cluster.supervisor.status().troubles == (
+        "engine 0 of m: OSError: no such file: model.safetensors",
+    )
     cluster.tick(after_s=1.0)
     assert len(cluster.launcher.engines) == 2
 
@@ -490,7 +571,7 @@ def test_each_node_that_hosts_engines_has_a_store_and_all_are_told_of_all() -> N
         ("router", {"id-0"}, names, "store-east-0"),
         ("router", {"id-0"}, names, "store-west-1"),
     ]
-    assert [store.told[-1] for store in launcher.stores] == ["router", "router"]
+    assert [store.told[-1] for store in launcher.stores] == [["router"], ["router"]]
     assert [info.store_id for info in cluster.supervisor.status().stores] == names
     assert len(with_stores("east").launcher.stores) == 1, "both engines are there"
 

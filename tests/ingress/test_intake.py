@@ -5,10 +5,16 @@ from typing import Any
 
 import pytest
 
+from shoal.actors.ingress.body import RequestT, parse_body
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation_config import GenerationDefaults
 from shoal.actors.ingress.intake import Asked, Intake, Intent, output_budget, prefix_keys
-from shoal.actors.ingress.protocol import ChatCompletionRequest, CompletionRequest, TokenizeResponse
+from shoal.actors.ingress.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    TokenizeResponse,
+)
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard, SamplingParams
 from shoal.kvstore.block_hash import extend_keys, root_key
@@ -41,8 +47,12 @@ def completion(intake: Intake, **fields: Any) -> Asked:
     return asked
 
 
+def parsed(body: Mapping[str, Any], body_type: type[RequestT]) -> RequestT:
+    return parse_body(json.dumps(body).encode(), body_type)[0]
+
+
 def completions(intake: Intake, body: Mapping[str, Any]) -> Intent:
-    return intake.completion(intake.parse(json.dumps(body).encode(), CompletionRequest)[0])
+    return intake.completion(parsed(body, CompletionRequest))
 
 
 def chat(intake: Intake, **fields: Any) -> Asked:
@@ -52,11 +62,11 @@ def chat(intake: Intake, **fields: Any) -> Asked:
 
 
 def chats(intake: Intake, body: Mapping[str, Any]) -> Intent:
-    return intake.chat(intake.parse(json.dumps(body).encode(), ChatCompletionRequest)[0])
+    return intake.chat(parsed(body, ChatCompletionRequest))
 
 
 def tokenize(intake: Intake, body: Mapping[str, Any]) -> TokenizeResponse:
-    return intake.tokenize(json.dumps(body).encode())
+    return intake.tokenize(parsed(body, TokenizeRequest))
 
 
 def test_each_field_goes_where_the_engine_reads_it(intake: Intake) -> None:

@@ -10,7 +10,16 @@ import httpx
 import pytest
 
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import EngineId, FinishReason, HttpConfig, ModelCard, TokenBatch, TokenChunk
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineId,
+    FinishReason,
+    HttpConfig,
+    ModelCard,
+    TokenBatch,
+    TokenChunk,
+)
 from tests.ingress.checkpoints import byte_level_tokenizer, save_checkpoint
 from tests.ingress.fake_actors import FakeEngine, FakeRouter
 
@@ -24,9 +33,10 @@ async def asked(folder: Path, *, stream: bool) -> AsyncIterator["Asked"]:
     model = ModelCard(
         name="tiny", checkpoint=str(checkpoint), max_model_len=128, block_size=4, fingerprint=b"tiny"
     )
-    ingress, engine = IngressActor(model, HttpConfig(port=0)), FakeEngine()
+    served = DeploymentCard(deployment_id=DeploymentId("tiny"), model=model, weight=1)
+    ingress, engine = IngressActor(HttpConfig(port=0), [served]), FakeEngine()
     info = await ingress.start()
-    await ingress.introduce(FakeRouter(ENGINE), {ENGINE: engine}, {}, b"tiny")
+    await ingress.introduce([(served, FakeRouter(ENGINE), {ENGINE: engine})], {})
     async with httpx.AsyncClient(base_url=info.url, timeout=10, trust_env=False) as client:
         body = {"prompt": "hello", "stream": stream}
         answer = asyncio.create_task(client.post("/v1/completions", json=body))

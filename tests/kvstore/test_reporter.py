@@ -40,11 +40,11 @@ async def _report_to(router: FakeRouter, *, num_news: int) -> None:
     reporting = asyncio.create_task(reporter.run())
     await asyncio.sleep(10)
     assert router.sequences == [], "it knows no router yet"
-    reporter.introduce(router)
+    reporter.introduce([router])
     for _ in range(num_news):
         reporter.has_news()
         await asyncio.sleep(10)
-    reporter.introduce(router)
+    reporter.introduce([router])
     await asyncio.sleep(10)
     assert not reporting.done()
     reporting.cancel()

@@ -128,7 +128,7 @@ def test_reports_are_numbered_and_true_on_top_of_a_snapshot() -> None:
     async def reported() -> None:
         store, router = a_store(), FakeRouter()
         reporting = asyncio.create_task(store._reporter.run())
-        await store.introduce(router)
+        await store.introduce([router])
         await asyncio.sleep(1)
         await store.offer(FakeEngine(bytes_of(2)), [blocks("a", 0, 2)])
         snapshot = await store.snapshot()

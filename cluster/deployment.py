@@ -1,0 +1,248 @@
+"""One model's engines and their router, kept as many as are wanted. Plain, like the supervisor."""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+
+from shoal.actors.messages import EngineHealth, EngineId, EngineInfo
+from shoal.cluster.autoscaler import Autoscaler
+from shoal.cluster.processes import EngineProcess, Launcher, RouterProcess
+from shoal.cluster.spec import DeploymentSpec
+from shoal.cluster.watch import State, Watched
+
+SETTLE_S = 2.5
+"""So long after an engine is no longer placed on, a request that was placed there before may still arrive."""
+
+ROOM_S = 5.0
+"""An engine of which nothing was heard for so long after it was asked for waits for room somewhere."""
+
+
+class Phase(StrEnum):
+    JOINING = "joining"
+    """It waits for room, starts, or is started again."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It finishes what it has, takes nothing new, and goes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    name: str
+    phase: Phase
+    info: EngineInfo | None
+    """While it is ready or draining."""
+    num_requests: int
+    trouble: str | None
+    """What failed and is being tried again, or what it waits for."""
+
+
+class Member:
+    """One engine: JOINING ─▶ READY ─▶ DRAINING ─▶ gone. Until it drains, one that fails is started again."""
+
+    def __init__(self, index: int, watched: Watched[EngineProcess], clock: Callable[[], float]) -> None:
+        self.index = index
+        self.watched = watched
+        self._clock = clock
+        self._asked_at = clock()
+        self.draining_since: float | None = None
+        self.last_node: str | None = None
+        """Where it was last known to be, also while it is started again."""
+
+    @property
+    def phase(self) -> Phase:
+        if self.draining_since is not None:
+            return Phase.DRAINING
+        return Phase.READY if self.watched.ready else Phase.JOINING
+
+    @property
+    def node(self) -> str | None:
+        return self.watched.info.node if self.watched.ready else None
+
+    @property
+    def health(self) -> EngineHealth:
+        """As of its last ping; as if it had nothing to do before the first."""
+        process = self.watched.ready
+        health = process.health if process else None
+        return health or EngineHealth(num_requests=0, stalled=False)
+
+    @property
+    def waits_for_room(self) -> bool:
+        waits = self.watched.state is State.STARTING and not self.watched.has_had_pulse
+        return waits and self._clock() - self._asked_at > ROOM_S
+
+    def drain(self) -> None:
+        if self.draining_since is None:
+            self.draining_since = self._clock()
+
+    def tick(self, drain_s: float) -> bool:
+        """False once it is gone."""
+        if self.watched.state is State.ABSENT:
+            self._asked_at = self._clock()
+        if self.draining_since is None or self.watched.ready:
+            self.watched.tick()
+        self.last_node = self.node or self.last_node
+        if self.draining_since is None:
+            return True
+        since = self._clock() - self.draining_since
+        is_done = since > SETTLE_S and not self.health.num_requests
+        if self.watched.ready and not is_done and since < drain_s:
+            return True
+        self.watched.kill()
+        return False
+
+
+class Deployment:
+    """Call `tick` often. So many engines are `needed`, by who asked for them or by the load; so many `wanted`
+    now, which is fewer while they take others' place. Those that drain are beside them."""
+
+    def __init__(
+        self, spec: DeploymentSpec, launcher: Launcher, clock: Callable[[], float], *, drain_s: float
+    ) -> None:
+        self.spec = spec
+        self._launcher = launcher
+        self._clock = clock
+        self._drain_s = drain_s
+        self._has_been_ready = False
+        self.router: Watched[RouterProcess] = Watched(
+            partial(launcher.router, spec), clock, launcher.adopt_router(spec)
+        )
+        adopted = launcher.adopt_engines(spec)
+        self.members: list[Member] = [self._member(index, engine) for index, engine in enumerate(adopted)]
+        self.wanted = self.needed = spec.num_engines
+        self._autoscaler: Autoscaler | None = None
+        self.respec(spec)
+        if self._autoscaler:
+            self.wanted = self.needed = self._autoscaler.wanted((), len(adopted) or spec.num_engines)
+
+    @property
+    def is_gone(self) -> bool:
+        return not self.wanted and not self.members
+
+    @property
+    def ready(self) -> list[Member]:
+        """Those that may be placed on."""
+        return [member for member in self.members if member.phase is Phase.READY]
+
+    @property
+    def speaking(self) -> list[Member]:
+        """Those that have requests, or may: the ready, and the draining."""
+        return [member for member in self.members if member.watched.ready]
+
+    @property
+    def staying(self) -> list[Member]:
+        return [member for member in self.members if member.phase is not Phase.DRAINING]
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.ready) >= self.wanted
+
+    @property
+    def adopting(self) -> bool:
+        return self.router.adopting or any(member.watched.adopting for member in self.members)
+
+    @property
+    def fingerprint(self) -> bytes:
+        return next((member.watched.info.fingerprint for member in self.speaking), b"")
+
+    @property
+    def fatal(self) -> str | None:
+        """Why it can never serve, if so."""
+        return next((m.watched.fatal for m in self.members if m.watched.fatal), self.router.fatal)
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        name = self.spec.model.name
+        said = {f"router of {name}": self.router.trouble} if self.router.trouble else {}
+        return said | {status.name: status.trouble for status in self.status() if status.trouble}
+
+    def status(self) -> tuple[EngineStatus, ...]:
+        return tuple(
+            EngineStatus(
+                name=f"engine {member.index} of {self.spec.model.name}",
+                phase=member.phase,
+                info=member.watched.info if member.watched.ready else None,
+                num_requests=member.health.num_requests,
+                trouble=self._trouble(member),
+            )
+            for member in self.members
+        )
+
+    def respec(self, spec: DeploymentSpec) -> None:
+        """The same, but for how many engines there are to be."""
+        if spec.autoscaling is None:
+            self._autoscaler, self.needed = None, spec.num_engines
+        elif self._autoscaler is None or spec.autoscaling != self.spec.autoscaling:
+            self._autoscaler = Autoscaler(spec.autoscaling, self._clock)
+        self.spec = spec
+
+    def autoscale(self) -> None:
+        """See how many engines its load needs, if that is what decides."""
+        if self._autoscaler:
+            self.needed = self._autoscaler.wanted([member.health for member in self.ready], self.needed)
+
+    def tick(self, leaving: Set[str], crowd: Mapping[str, int]) -> None:
+        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models."""
+        for member in self.staying:
+            if member.node in leaving:
+                member.drain()
+        self._have_as_many_as_wanted(crowd)
+        self.router.tick()
+        self.members = [member for member in self.members if member.tick(self._drain_s)]
+        self._has_been_ready = self._has_been_ready or bool(self.ready)
+
+    def drain(self, engine_id: EngineId) -> bool:
+        """Let that engine go, and another come in its place. False if there is none."""
+        for member in self.speaking:
+            if member.watched.info.engine_id == engine_id:
+                member.drain()
+                return True
+        return False
+
+    def kill(self) -> None:
+        for member in self.members:
+            member.watched.kill()
+        self.router.kill()
+
+    def _trouble(self, member: Member) -> str | None:
+        if member.waits_for_room:
+            return self._launcher.lacking(self.spec)
+        return member.watched.fatal or member.watched.trouble
+
+    def _have_as_many_as_wanted(self, crowd: Mapping[str, int]) -> None:
+        excess = len(self.staying) - self.wanted
+        for member in sorted(self.staying, key=partial(_loss, crowd=crowd))[: max(0, excess)]:
+            if member.phase is Phase.JOINING:  # it has nothing to finish
+                member.watched.kill()
+                self.members.remove(member)
+            else:
+                member.drain()
+        for _ in range(-excess):
+            self._add()
+
+    def _add(self) -> None:
+        taken = {member.index for member in self.members}
+        index = next(i for i in range(len(taken) + 1) if i not in taken)
+        self.members.append(self._member(index, None))
+        self.members.sort(key=lambda member: member.index)
+
+    def _member(self, index: int, adopted: EngineProcess | None) -> Member:
+        launch = partial(self._launcher.engine, self.spec, index)
+        # once it has served, one that cannot start is no mistake of the whole
+        essential = not self._has_been_ready
+        return Member(index, Watched(launch, self._clock, adopted, essential=essential), self._clock)
+
+
+def _loss(member: Member, crowd: Mapping[str, int]) -> tuple[bool, int, int, int]:
+    """What it costs to let it go, least first: one that does not serve yet; then where that empties a node
+    soonest, so that it can be given back; then what it has to do. What it holds its node's store has too."""
+    alone = crowd.get(member.node or "", 0)
+    return member.phase is Phase.READY, alone, member.health.num_requests, -member.index
+
+
+def engines_by_node(deployments: Sequence[Deployment]) -> dict[str, int]:
+    crowd: dict[str, int] = {}
+    for deployment in deployments:
+        for member in deployment.speaking:
+            crowd[member.watched.info.node] = crowd.get(member.watched.info.node, 0) + 1
+    return crowd

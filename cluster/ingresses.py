@@ -1,0 +1,107 @@
+"""The cluster's front doors: one in each doorway, kept open. Plain, like the supervisor."""
+
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from shoal.actors.messages import DeploymentCard, IngressInfo
+from shoal.cluster.processes import Doorway, IngressProcess, Launcher
+from shoal.cluster.watch import Watched
+
+
+@dataclass(slots=True)
+class _Leaving:
+    watched: Watched[IngressProcess]
+    has_ended: Future[Any]
+    by: float
+
+
+class Ingresses:
+    """One whose doorway is gone, or whose node is to be left, closes, and ends when its streams have."""
+
+    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+        self._launcher = launcher
+        self._clock = clock
+        self._adopted = dict(launcher.adopt_ingresses())
+        self._open: dict[str, Watched[IngressProcess]] = {}
+        self._closing: dict[str, _Leaving] = {}
+        self._has_been_ready = False
+
+    @property
+    def infos(self) -> tuple[IngressInfo | None, ...]:
+        """One a doorway; None while it is not ready."""
+        return tuple(watched.info if watched.ready else None for watched in self._open.values())
+
+    @property
+    def speaking(self) -> list[tuple[IngressInfo, IngressProcess]]:
+        """Those that have requests, or may: they must hear of the engines."""
+        open_ones = [(w.info, w.ready) for w in self._open.values() if w.ready]
+        return open_ones + [
+            (c.watched.info, c.watched.ready) for c in self._closing.values() if c.watched.ready
+        ]
+
+    @property
+    def adopting(self) -> bool:
+        return any(watched.adopting for watched in self._open.values())
+
+    @property
+    def fatal(self) -> str | None:
+        return next((watched.fatal for watched in self._open.values() if watched.fatal), None)
+
+    @property
+    def troubles(self) -> dict[str, str]:
+        return {name.replace("-", " "): w.trouble for name, w in self._open.items() if w.trouble}
+
+    def tick(
+        self,
+        doorways: Sequence[Doorway],
+        models: Sequence[DeploymentCard],
+        leaving: Set[str],
+        drain_s: float,
+    ) -> None:
+        wanted = {doorway.name: doorway for doorway in doorways if doorway.node not in leaving}
+        for name in list(self._open):
+            watched = self._open[name]
+            if name not in wanted or (watched.ready and watched.info.node in leaving):
+                self._close(name, drain_s)
+        for name, doorway in wanted.items():
+            if name not in self._open and name not in self._closing:
+                launch = partial(self._launcher.ingress, doorway, models)
+                adopted = self._adopted.pop(name, None)
+                essential = not self._has_been_ready
+                self._open[name] = Watched(launch, self._clock, adopted, essential=essential)
+        for left in self._adopted.values():
+            left.kill()
+        self._adopted.clear()
+        for watched in self._open.values():
+            watched.tick()
+        for name, closing in list(self._closing.items()):
+            if closing.has_ended.done() or self._clock() > closing.by:
+                closing.watched.kill()
+                del self._closing[name]
+        self._has_been_ready = self._has_been_ready or any(self.infos)
+
+    def stop(self, grace_s: float) -> list[Future[Any]]:
+        return [watched.ready.stop(grace_s) for watched in self._open.values() if watched.ready]
+
+    def kill(self) -> None:
+        for watched in self._open.values():
+            watched.kill()
+        for closing in self._closing.values():
+            closing.watched.kill()
+        for left in self._adopted.values():
+            left.kill()
+
+    def _close(self, name: str, drain_s: float) -> None:
+        watched = self._open.pop(name)
+        if watched.ready:
+            by = self._clock() + drain_s + CLOSING_S
+            self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)
+        else:
+            watched.kill()
+
+
+CLOSING_S = 5.0
+"""What it takes beyond the grace."""

@@ -1,0 +1,298 @@
+"""A cluster that grows, shrinks, leaves nodes and becomes another, over fake processes and a fake clock."""
+
+from dataclasses import replace
+
+import pytest
+
+from shoal.actors.messages import EngineId
+from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.deployment import ROOM_S, SETTLE_S
+from shoal.cluster.supervisor import Supervisor
+from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment
+
+
+def with_engines(num_engines: int, **launcher: object) -> Cluster:
+    cluster = Cluster(num_engines=num_engines, launcher=FakeLauncher(**launcher))  # type: ignore[arg-type]
+    cluster.all_ready()
+    return cluster
+
+
+def alive(cluster: Cluster) -> list[str]:
+    return [engine.process_id for engine in cluster.launcher.engines if not engine.killed]
+
+
+def placed_on(cluster: Cluster) -> object:
+    return cluster.launcher.routers[-1].told[-1]
+
+
+def test_scaled_up_it_starts_the_engines_that_lack() -> None:
+    cluster = with_engines(1)
+    cluster.supervisor.scale("m", 3)
+    cluster.tick()
+    assert cluster.phases() == {"m": ["ready", "joining", "joining"]}
+    cluster.passes(1.0)
+    assert cluster.phases() == {"m": ["ready"] * 3}
+    assert placed_on(cluster) == ["engine-0-0", "engine-1-1", "engine-2-2"]
+
+
+def test_case_56_scaled_down_it_ends_first_what_does_not_serve_yet() -> None:
+    cluster = with_engines(2, room=2)
+    cluster.supervisor.scale("m", 3)
+    cluster.tick()
+    cluster.supervisor.scale("m", 2)
+    cluster.tick()
+    assert cluster.phases() == {"m": ["ready", "ready"]}
+    assert cluster.launcher.engines[2].killed
+
+
+def test_case_56_an_engine_that_goes_takes_nothing_new_and_finishes_what_it_has() -> None:
+    cluster = with_engines(2)
+    busy, busier = cluster.launcher.engines
+    busy.has(1)
+    busier.has(5)
+    cluster.supervisor.scale("m", 1)
+    cluster.tick()
+    assert cluster.phases() == {"m": ["draining", "ready"]}, "the one that has less to finish"
+    assert placed_on(cluster) == ["engine-1-1"]
+    told = cluster.launcher.ingresses[0].heard.popitem()[1]
+    assert (sorted(told.engines), told.card.draining) == (["engine-0-0", "engine-1-1"], {"engine-0-0"})
+    assert busy.told, "it still hears who listens"
+    cluster.passes(60.0)
+    assert alive(cluster) == ["engine-0-0", "engine-1-1"]
+    busy.has(0)
+    cluster.passes(1.0)
+    assert (alive(cluster), cluster.phases()) == (["engine-1-1"], {"m": ["ready"]})
+
+
+def test_what_was_placed_just_before_it_drains_may_still_arrive() -> None:
+    cluster = with_engines(2)
+    cluster.supervisor.scale("m", 1)
+    cluster.passes(SETTLE_S)
+    assert len(alive(cluster)) == 2, "nothing to do yet, as far as one knows"
+    cluster.passes(1.0)
+    assert len(alive(cluster)) == 1
+
+
+def test_what_is_not_finished_in_time_goes_on_elsewhere() -> None:
+    cluster = with_engines(2)
+    for engine in cluster.launcher.engines:
+        engine.has(7)
+    cluster.supervisor.scale("m", 1)
+    cluster.passes(cluster.spec.drain_s - 1.0)
+    assert len(alive(cluster)) == 2
+    cluster.passes(2.0)
+    assert len(alive(cluster)) == 1
+
+
+def test_an_engine_that_dies_while_it_drains_is_not_started_again() -> None:
+    cluster = with_engines(2)
+    cluster.launcher.engines[0].has(1)
+    cluster.launcher.engines[1].has(2)
+    cluster.supervisor.scale("m", 1)
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[0].pings[-1].set_exception(RuntimeError("actor died"))
+    cluster.passes(60.0)
+    assert (len(cluster.launcher.engines), cluster.phases()) == (2, {"m": ["ready"]})
+
+
+def test_of_equal_engines_the_one_goes_that_empties_a_node() -> None:
+    cluster = with_engines(3, nodes=["crowded", "lonely", "crowded"])
+    cluster.supervisor.scale("m", 2)
+    cluster.passes(4.0)
+    assert alive(cluster) == ["engine-0-0", "engine-2-2"]
+
+
+def test_scaled_to_none_and_back() -> None:
+    cluster = with_engines(1)
+    cluster.supervisor.scale(None, 0)
+    cluster.passes(4.0)
+    assert (alive(cluster), cluster.supervisor.status().ready) == ([], True)
+    cluster.supervisor.scale(None, 1)
+    cluster.passes(2.0)
+    assert cluster.phases() == {"m": ["ready"]}
+
+
+def test_what_cannot_be_scaled_is_said() -> None:
+    cluster = with_engines(1)
+    with pytest.raises(ValueError, match="'other' is not served here: choose m"):
+        cluster.supervisor.scale("other", 2)
+    with pytest.raises(ValueError, match="at least 0, got -1"):
+        cluster.supervisor.scale("m", -1)
+
+
+def test_a_node_that_is_drained_is_left_by_all_and_its_engines_come_back_elsewhere() -> None:
+    cluster = Cluster(with_stores=True, launcher=FakeLauncher(nodes=["east", "west"]))
+    cluster.all_ready()
+    cluster.passes(1.0)
+    cluster.launcher.engines[0].has(1)
+    cluster.supervisor.drain_node("east")
+    cluster.passes(5.0)
+    assert cluster.phases() == {"m": ["draining", "ready", "ready"]}
+    assert cluster.launcher.engines[2].info.node == "west"  # type: ignore[attr-defined]
+    cluster.launcher.engines[0].has(0)
+    cluster.passes(5.0)
+    assert cluster.phases() == {"m": ["ready", "ready"]}
+    assert [store.node for store in cluster.launcher.stores if not store.killed] == ["west"]
+    assert cluster.supervisor.status().leaving == {"east"}
+
+
+def test_an_engine_that_is_drained_is_replaced() -> None:
+    cluster = with_engines(2)
+    cluster.supervisor.drain_engine(EngineId("engine-1-1"))
+    with pytest.raises(ValueError, match="'engine-9-9' does not run here"):
+        cluster.supervisor.drain_engine(EngineId("engine-9-9"))
+    cluster.passes(4.0)
+    assert alive(cluster) == ["engine-0-0", "engine-2-2"]
+
+
+def test_two_models_are_served_side_by_side_and_do_not_hear_of_each_others_engines() -> None:
+    cluster = Cluster(deployments=(a_deployment("m", 1), a_deployment("n", 2)))
+    cluster.all_ready()
+    assert cluster.supervisor.status().ready
+    assert cluster.phases() == {"m": ["ready"], "n": ["ready", "ready"]}
+    first, second = cluster.launcher.routers
+    assert (first.told[-1], len(second.told[-1])) == (["engine-0-0"], 2)  # type: ignore[arg-type]
+    told = list(cluster.launcher.ingresses[0].heard.values())
+    assert [(t.card.model.name, t.card.weight, len(t.engines)) for t in told] == [("m", 1, 1), ("n", 2, 2)]
+
+
+def becoming(cluster: Cluster) -> Supervisor:
+    """Its only model on other engines."""
+    (before,) = cluster.spec.deployments
+    after = a_deployment("m", before.num_engines, labels={"zone": "a"})
+    cluster.supervisor.apply(replace(cluster.spec, deployments=(after,)))
+    return cluster.supervisor
+
+
+def test_a_changed_model_takes_the_others_place_engine_by_engine() -> None:
+    cluster = with_engines(2)
+    old = list(cluster.launcher.engines)
+    old[0].has(1)
+    old[1].has(2)
+    becoming(cluster)
+    serving: list[int] = []
+    for _ in range(40):
+        cluster.passes(0.5)
+        told = list(cluster.launcher.ingresses[0].heard.values())
+        serving.append(sum(t.card.weight for t in told))
+        if old[0].killed:
+            old[1].has(0)
+        if len(serving) == 20:
+            old[0].has(0)
+    assert min(serving) == 2, "there were never fewer"
+    assert all(engine.killed for engine in old)
+    assert cluster.phases() == {"m": ["ready", "ready"]}
+    assert cluster.launcher.routers[0].killed
+    assert cluster.supervisor.wish.outgoing == ()
+
+
+def test_without_room_beside_the_old_one_of_them_goes_first_and_only_one() -> None:
+    cluster = with_engines(3)
+    for engine in cluster.launcher.engines:
+        engine.has(1)
+    becoming(cluster)
+    cluster.launcher.room = 0
+    cluster.passes(ROOM_S)
+    assert cluster.supervisor.status().troubles == ()
+    cluster.passes(10.0)
+    old, new = (sorted(engine.phase for engine in d.engines) for d in cluster.supervisor.status().deployments)
+    assert (old, new) == (["draining", "ready", "ready"], ["joining"])
+    assert cluster.supervisor.status().troubles == ("engine 0 of m: waits for 1 CPU",)
+    cluster.launcher.room = 99
+    cluster.launcher.engines[3].hangs = False
+    for engine in cluster.launcher.engines:
+        engine.has(0)
+    cluster.passes(20.0)
+    assert cluster.phases() == {"m": ["ready"] * 3}
+
+
+def test_a_change_that_cannot_start_leaves_what_serves_alone() -> None:
+    cluster = with_engines(2)
+    becoming(cluster)
+    cluster.tick()
+    cluster.launcher.engines[2].started.set_exception(ValueError("not enough memory"))
+    cluster.passes(30.0)
+    status = cluster.supervisor.status()
+    assert (status.failed, alive(cluster)) == (None, ["engine-0-0", "engine-1-1"])
+    assert any("not enough memory" in trouble for trouble in status.troubles)
+    assert not status.ready, "it is not yet what it is to be"
+    cluster.supervisor.apply(cluster.spec)
+    cluster.passes(4.0)
+    status = cluster.supervisor.status()
+    assert (status.ready, status.troubles, alive(cluster)) == (True, (), ["engine-0-0", "engine-1-1"])
+
+
+def test_a_model_that_is_no_longer_named_is_ended_when_it_has_finished() -> None:
+    cluster = Cluster(deployments=(a_deployment("m", 1), a_deployment("n", 1)))
+    cluster.all_ready()
+    cluster.launcher.engines[1].has(1)
+    cluster.supervisor.apply(replace(cluster.spec, deployments=cluster.spec.deployments[:1]))
+    cluster.passes(10.0)
+    assert len(alive(cluster)) == 2
+    cluster.launcher.engines[1].has(0)
+    cluster.passes(2.0)
+    assert (alive(cluster), list(cluster.phases())) == (["engine-0-0"], ["m"])
+
+
+def test_told_the_same_again_nothing_happens() -> None:
+    cluster = with_engines(2)
+    cluster.supervisor.apply(cluster.spec)
+    cluster.passes(10.0)
+    assert len(cluster.launcher.engines) == 2
+
+
+def test_what_cannot_change_while_it_runs_is_refused() -> None:
+    cluster = with_engines(1)
+    with pytest.raises(ValueError, match="kv_store_bytes cannot be changed while a cluster runs"):
+        cluster.supervisor.apply(replace(cluster.spec, kv_store_bytes=1))
+
+
+def test_a_successor_of_the_supervisor_goes_on_with_a_change_that_was_begun() -> None:
+    cluster = with_engines(1)
+    supervisor = becoming(cluster)
+    cluster.tick()
+    (coming, going) = (*supervisor.wish.spec.deployments, *supervisor.wish.outgoing)
+    successor = Supervisor(supervisor.wish, cluster.launcher, clock=cluster.clock)
+    assert cluster.launcher.known == {coming.deployment_id, going.deployment_id}
+    assert [d.is_outgoing for d in successor.status().deployments] == [False, True]
+
+
+def test_one_ingress_is_on_each_node_that_is_labelled_for_it() -> None:
+    cluster = Cluster(ingress_labels={"door": "yes"}, launcher=FakeLauncher(labelled=["east"]))
+    cluster.all_ready()
+    cluster.launcher.labelled.append("west")
+    cluster.passes(1.0)
+    east, west = cluster.launcher.ingresses
+    assert (east.process_id, west.process_id) == ("ingress-east", "ingress-west")
+    east.ends_at_once = False
+    cluster.supervisor.drain_node("east")
+    cluster.passes(2.0)
+    assert (east.stopped, east.killed, west.stopped) == (cluster.spec.drain_s, False, None)
+    assert east.told and cluster.launcher.engines[0].told[-1] == ("router", {"id-0", "id-1"}, [], None)
+    east.has_ended.set_result(None)
+    cluster.passes(1.0)
+    assert (east.killed, west.killed) == (True, False)
+    assert cluster.supervisor.status().ready
+
+
+AUTO = AutoscalingConfig(
+    min_replicas=1, max_replicas=4, target_ongoing_requests=4, upscale_delay_s=2, downscale_delay_s=10
+)
+
+
+def test_a_model_that_scales_itself_follows_its_load() -> None:
+    cluster = Cluster(deployments=(a_deployment("m", 1, autoscaling=AUTO),))
+    cluster.all_ready()
+    cluster.launcher.engines[0].has(11)
+    cluster.passes(5.0)
+    assert cluster.phases() == {"m": ["ready"] * 3}
+    for engine in cluster.launcher.engines:
+        engine.has(1)
+    cluster.passes(9.0)
+    assert cluster.phases() == {"m": ["ready"] * 3}
+    for engine in cluster.launcher.engines:
+        engine.has(0)
+    cluster.passes(20.0)
+    assert cluster.phases() == {"m": ["ready"]}
+    with pytest.raises(ValueError, match="m scales itself"):
+        cluster.supervisor.scale("m", 2)
