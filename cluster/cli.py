@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
+from shoal.cluster.admin_cli import app as admin_app
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype, RowDtype
@@ -18,6 +19,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(admin_app)
 
 
 @app.command()
@@ -83,6 +85,20 @@ def serve(
         typer.Option(help="Ray cluster to join. Default: RAY_ADDRESS, else a private local Ray."),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this cluster within Ray.")] = "default",
+    detached: Annotated[
+        bool,
+        typer.Option(
+            "--detached",
+            help="Return when it is ready and leave it running; one that runs already becomes this.",
+        ),
+    ] = False,
+    stop_grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that open streams may go on when the cluster is stopped.")
+    ] = 3.0,
+    drain_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that an engine which goes may take to finish what it has."),
+    ] = 120.0,
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
@@ -116,6 +132,9 @@ def serve(
                 http=HttpConfig(host=host, port=port, api_key=api_key),
                 address=address,
                 name=name,
+                is_detached=detached,
+                stop_grace_s=stop_grace,
+                drain_s=drain_timeout,
             ),
             Console(),
         )

@@ -28,11 +28,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    name: str
+    index: int
     phase: Phase
     info: EngineInfo | None
     """While it is ready or draining."""
-    num_requests: int
+    health: EngineHealth
     trouble: str | None
     """What failed and is being tried again, or what it waits for."""
 
@@ -154,15 +154,16 @@ class Deployment:
     def troubles(self) -> dict[str, str]:
         name = self.spec.model.name
         said = {f"router of {name}": self.router.trouble} if self.router.trouble else {}
-        return said | {status.name: status.trouble for status in self.status() if status.trouble}
+        troubled = (status for status in self.status() if status.trouble)
+        return said | {f"engine {status.index} of {name}": status.trouble or "" for status in troubled}
 
     def status(self) -> tuple[EngineStatus, ...]:
         return tuple(
             EngineStatus(
-                name=f"engine {member.index} of {self.spec.model.name}",
+                index=member.index,
                 phase=member.phase,
                 info=member.watched.info if member.watched.ready else None,
-                num_requests=member.health.num_requests,
+                health=member.health,
                 trouble=self._trouble(member),
             )
             for member in self.members

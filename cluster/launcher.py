@@ -99,10 +99,9 @@ class RayRouter(RayProcess):
 
 class RayIngress(RayProcess):
     def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None:
-        self.actor.introduce.remote(
-            [(told.card, told.router and _actor(told.router), _actors(told.engines)) for told in deployments],
-            _actors(stores),
-        )
+        told = [(one.card, one.router and _actor(one.router), _actors(one.engines)) for one in deployments]
+        supervisor = ray.get_runtime_context().current_actor
+        self.actor.introduce.remote(told, _actors(stores), supervisor)
 
     def stop(self, grace_s: float) -> Future[Any]:
         return _then(self.actor.stop.remote(grace_s).future(), lambda _: None)
@@ -200,6 +199,10 @@ class RayLauncher:
     def look(self, leaving: Set[str]) -> None:
         self._leaving = frozenset(leaving)
         self._nodes = nodes()
+
+    @property
+    def nodes(self) -> list[str]:
+        return [node["NodeID"] for node in self._nodes]
 
     def lacking(self, deployment: DeploymentSpec) -> str:
         able = [n for n in self._nodes if deployment.labels.items() <= n["Labels"].items()]

@@ -106,6 +106,11 @@ class Launcher(Protocol):
         """See which nodes there are; nothing is to be started on those that are to be left."""
         ...
 
+    @property
+    def nodes(self) -> Sequence[str]:
+        """Those that live, as of the latest `look`."""
+        ...
+
     def lacking(self, deployment: DeploymentSpec) -> str:
         """Why an engine of it waits for room: what no node has, or none has free."""
         ...

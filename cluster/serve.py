@@ -7,14 +7,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors, remove_placement_group
 from rich.console import Console
 
@@ -27,7 +27,7 @@ from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
-from shoal.cluster.launcher import groups_of, object_store_bytes
+from shoal.cluster.launcher import groups_of, namespace_of, object_store_bytes
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.supervisor import ClusterStatus
@@ -80,6 +80,9 @@ class ServeOptions:
     http: HttpConfig = field(default_factory=HttpConfig)
     address: str | None = None
     name: str = "default"
+    is_detached: bool = False
+    stop_grace_s: float = 3.0
+    drain_s: float = 120.0
 
 
 def serve(options: ServeOptions, console: Console) -> None:
@@ -98,18 +101,26 @@ def serve(options: ServeOptions, console: Console) -> None:
     with _connected(options) as dashboard_url, _stop_signal() as stop:
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
-        spec = _spec(options, model, lean, _share_of_an_engine(options))
+        running = _running(options)
+        before = running.spec if running else None
+        spec = _spec(options, model, lean, _share_of_an_engine(options, before), before)
         console.print(
-            f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
+            f"{'changing to' if running else 'starting'} {model.name} on {options.engines} engine(s) "
+            f"in Ray namespace {spec.namespace}"
         )
-        with _cluster(spec) as supervisor:
-            _watch(
+        with _changed(running, spec) if running else _cluster(spec) as supervisor:
+            was_ready = _watch(
                 supervisor,
                 stop,
                 lambda trouble: console.print(trouble, highlight=False, soft_wrap=True),
                 lambda status: _announce(status, spec, dashboard_url, console),
+                lambda: _is_gone(spec.namespace),
+                until_ready=options.is_detached,
             )
-            console.print("stopping")
+            if options.is_detached and not was_ready:
+                raise ServeError("stopped before it was ready")
+            if not options.is_detached:
+                console.print("stopping")
 
 
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
@@ -133,6 +144,8 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local" and options.is_detached:
+        raise ServeError("--detached needs --address or RAY_ADDRESS: a Ray of our own ends with this command")
     private: dict[str, Any] = {}
     if address == "local":
         wanted_cpus = options.engines * (options.threads or 1)
@@ -199,7 +212,14 @@ class _Share:
     memory_bytes: int
 
 
-def _share_of_an_engine(options: ServeOptions) -> _Share:
+def _share_of_an_engine(options: ServeOptions, running: ClusterSpec | None) -> _Share:
+    """What is not said stays as it is, where a cluster is changed."""
+    for deployment in running.deployments if running else ():
+        before = deployment.engine
+        return _Share(
+            threads=options.threads or before.threads,
+            memory_bytes=options.memory_bytes or before.memory_bytes,
+        )
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     num_cpus, ray_memory = int(free.get("CPU", 0)), int(free.get("memory", 0))
     threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
@@ -218,7 +238,13 @@ def _share_of_an_engine(options: ServeOptions) -> _Share:
     return _Share(threads=threads, memory_bytes=memory_bytes)
 
 
-def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share: _Share) -> ClusterSpec:
+def _spec(
+    options: ServeOptions,
+    model: ModelCard,
+    lean: LeanModel | None,
+    share: _Share,
+    running: ClusterSpec | None = None,
+) -> ClusterSpec:
     deployment = DeploymentSpec(
         model=model,
         num_engines=options.engines,
@@ -245,12 +271,17 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
         name=options.name,
         deployments=(deployment,),
         kv_store_bytes=options.kv_store_bytes,
-        http=_listeners(options.http, options.ingresses),
+        http=_listeners(options.http, options.ingresses, running.http if running else ()),
+        stop_grace_s=options.stop_grace_s,
+        drain_s=options.drain_s,
+        is_detached=options.is_detached,
     )
 
 
-def _listeners(first: HttpConfig, num: int) -> tuple[HttpConfig, ...]:
+def _listeners(first: HttpConfig, num: int, running: Sequence[HttpConfig] = ()) -> tuple[HttpConfig, ...]:
     """Ports are chosen once, so that an ingress that is replaced comes back where its clients expect it."""
+    if not first.port and len(running) == num:
+        return tuple(replace(first, port=http.port) for http in running)
     ports = range(first.port, first.port + num) if first.port else _free_ports(first.host, num)
     if ports[-1] > MAX_PORT:
         raise ValueError(f"--port {first.port} leaves no room for --ingresses {num}: lower one of them")
@@ -271,11 +302,51 @@ def _free_ports(host: str, num: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    """A cluster of that name that is there already, and was to outlive whoever started it."""
+
+    supervisor: Any
+    spec: ClusterSpec
+
+
+def _running(options: ServeOptions) -> _Running | None:
+    """Raises ServeError if one runs that is not to be changed by us."""
+    try:
+        supervisor = ray.get_actor(SUPERVISOR, namespace=namespace_of(options.name))
+    except ValueError:
+        return None
+    try:
+        spec: ClusterSpec = _call(supervisor.spec)
+    except (RayError, GetTimeoutError) as error:
+        raise ServeError(
+            f"a cluster named {options.name!r} runs in this Ray, but its supervisor does not answer "
+            f"({type(error).__name__}): try again, or choose --name"
+        ) from error
+    if not (options.is_detached and spec.is_detached):
+        raise ServeError(
+            f"a cluster named {options.name!r} runs in this Ray already: stop it, choose --name, or, if both "
+            "are --detached, change it"
+        )
+    return _Running(supervisor=supervisor, spec=spec)
+
+
+@contextmanager
+def _changed(running: _Running, spec: ClusterSpec) -> Iterator[Any]:
+    """The supervisor of a cluster that becomes this; it goes on by itself, whatever happens here."""
+    try:
+        _call(running.supervisor.apply, spec)
+    except RayTaskError as error:
+        if isinstance(error.cause, ValueError):
+            raise ServeError(str(error.cause)) from error
+        raise
+    yield running.supervisor
+
+
 @contextmanager
 def _cluster(spec: ClusterSpec) -> Iterator[Any]:
-    """A supervisor, and through it the cluster; on the way out no actor of it is left."""
-    if any(actor["name"] == SUPERVISOR for actor in _named_actors(spec.namespace)):
-        raise ServeError(f"a cluster named {spec.name!r} runs in this Ray already: stop it or choose --name")
+    """A supervisor, and through it the cluster. On the way out no actor of it is left, unless it is detached
+    and all went well."""
     _end_all(spec.namespace)  # left behind without a supervisor, and serving who knows what
     supervisor = (
         ray.remote(SupervisorActor)
@@ -291,7 +362,10 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
     )
     try:
         yield supervisor
-    finally:
+    except BaseException:
+        _teardown(supervisor, spec)
+        raise
+    if not spec.is_detached:
         _teardown(supervisor, spec)
 
 
@@ -300,8 +374,12 @@ def _watch(
     stop: threading.Event,
     say: Callable[[str], None],
     on_ready: Callable[[ClusterStatus], None],
-) -> None:
-    """Renew the lease until told to stop; say what goes wrong, and when the cluster becomes ready.
+    is_gone: Callable[[], bool],
+    *,
+    until_ready: bool = False,
+) -> bool:
+    """Renew the lease until told to stop, or somebody else has ended the cluster, or `until_ready`; say what
+    goes wrong, and when the cluster becomes ready. Whether it did.
 
     A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while. One
     that hangs is made to die.
@@ -316,6 +394,9 @@ def _watch(
             _call(supervisor.renew_lease)
             status: ClusterStatus = _call(supervisor.status)
         except (RayError, GetTimeoutError) as error:
+            if has_spoken and is_gone():
+                say("somebody has stopped the cluster")
+                return announced
             now = time.monotonic()
             if now - heard > SILENCE_DEADLINE_S:
                 reason = str(error).strip().splitlines()[-1]
@@ -342,6 +423,18 @@ def _watch(
         if status.ready and not announced:
             announced = True
             on_ready(status)
+            if until_ready:
+                return True
+    return announced
+
+
+def _is_gone(namespace: str) -> bool:
+    """The supervisor, and for good: one that is only started anew keeps its name."""
+    try:
+        ray.get_actor(SUPERVISOR, namespace=namespace)
+    except ValueError:
+        return True
+    return False
 
 
 def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
@@ -358,14 +451,14 @@ def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | Non
         console.print(f"ready: {ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
 
 
-def _call(method: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
-    return ray.get(method.remote(), timeout=timeout_s)
+def _call(method: Any, *args: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
+    return ray.get(method.remote(*args), timeout=timeout_s)
 
 
 def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
     """End the cluster's actors, the supervisor last, and see that none is left."""
     with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
-        _call(supervisor.teardown, TEARDOWN_DEADLINE_S)
+        _call(supervisor.teardown, timeout_s=TEARDOWN_DEADLINE_S + spec.stop_grace_s)
         ray.kill(supervisor)
     _end_all(spec.namespace)
 

@@ -1,6 +1,6 @@
 """Reconciles what a cluster is to be with what runs. A plain class: how actors are made is injected."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
@@ -133,11 +133,19 @@ class Supervisor:
         self.apply(replace(self.wish.spec, deployments=scaled))
 
     def drain_node(self, node: str) -> None:
-        """Let everything on it finish, and start nothing there any more."""
-        self.wish = replace(self.wish, leaving=self.wish.leaving | {node})
+        """Let everything on it finish, and start nothing there any more; by the beginning of its id, if no
+        other's begins so. Raises ValueError if there is none, or no other is left."""
+        nodes = self._launcher.nodes
+        leaving = self.wish.leaving | {_the_one(node, nodes)}
+        if leaving >= set(nodes):
+            raise ValueError(
+                f"node: {node} is the last one that could host engines; add one, or stop the cluster"
+            )
+        self.wish = replace(self.wish, leaving=leaving)
 
     def undrain_node(self, node: str) -> None:
-        self.wish = replace(self.wish, leaving=self.wish.leaving - {node})
+        """Raises ValueError if it is not being left."""
+        self.wish = replace(self.wish, leaving=self.wish.leaving - {_the_one(node, list(self.wish.leaving))})
 
     def drain_engine(self, engine_id: EngineId) -> None:
         """Replace it once it has finished what it has. Raises ValueError if there is none."""
@@ -292,6 +300,14 @@ class Supervisor:
                 own = on_node.get(member.watched.info.node)
                 if engine := member.watched.ready:
                     engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
+
+
+def _the_one(beginning: str, ids: Sequence[str]) -> str:
+    found = [whole for whole in ids if whole.startswith(beginning)] if beginning else []
+    if len(found) != 1:
+        choice = ", ".join(sorted(whole[:8] for whole in ids)) or "none"
+        raise ValueError(f"node: {beginning!r} names {len(found)} nodes; there is {choice}")
+    return found[0]
 
 
 def _introduction(deployment: Deployment) -> Introduction:

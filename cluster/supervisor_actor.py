@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+from typing import Any
 
 import ray
 from ray.experimental.internal_kv import (
@@ -16,6 +17,7 @@ from ray.experimental.internal_kv import (
 from shoal.actors.messages import EngineId
 from shoal.cluster.launcher import RayLauncher, namespace_of
 from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.status import as_dict
 from shoal.cluster.supervisor import ClusterStatus, Supervisor, Wish
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class SupervisorActor:
     """
 
     def __init__(self, spec: ClusterSpec) -> None:
+        self._name = spec.name
         self._lock = threading.Lock()
         self._kept = _KeptWish(spec.name)
         wish = self._kept.read() or Wish(spec=spec)
@@ -46,6 +49,15 @@ class SupervisorActor:
     def status(self) -> ClusterStatus:
         with self._lock:
             return self._supervisor.status()
+
+    def describe(self) -> dict[str, Any]:
+        """The same in plain words, for those who know nothing of our types."""
+        return as_dict(self._name, self.status())
+
+    def spec(self) -> ClusterSpec:
+        """What it is to be."""
+        with self._lock:
+            return self._supervisor.wish.spec
 
     def renew_lease(self) -> None:
         with self._lock:
@@ -120,8 +132,11 @@ class SupervisorActor:
 
 
 class _KeptWish:
+    """Under the actor's id, which is the same after a restart, and no other cluster's of that name."""
+
     def __init__(self, name: str) -> None:
-        self._key = f"{namespace_of(name)}/wish".encode()
+        actor_id = ray.get_runtime_context().get_actor_id()
+        self._key = f"{namespace_of(name)}/{actor_id}/wish".encode()
 
     def read(self) -> Wish | None:
         kept = _internal_kv_get(self._key, namespace=b"shoal")

@@ -53,14 +53,15 @@ class IngressActor:
 
     async def _start(self) -> IngressInfo:
         # transformers takes seconds to import: not while Ray waits for the class
+        from shoal.actors.ingress.admin import RemoteCluster  # noqa: PLC0415
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
         from shoal.actors.ingress.models import Models  # noqa: PLC0415
 
         listener = listen(self._http)
-        self._models = Models()
+        self._models, self._cluster = Models(), RemoteCluster()
         for card in self._cards:
             await self._load(card)
-        app = create_app(models=self._models, api_key=self._http.api_key)
+        app = create_app(models=self._models, cluster=self._cluster, api_key=self._http.api_key)
         self._gate = app.state.gate
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -92,8 +93,10 @@ class IngressActor:
         self,
         deployments: Sequence[tuple[DeploymentCard, Any, Mapping[EngineId, Any]]],
         stores: Mapping[StoreId, Any],
+        supervisor: Any = None,
     ) -> None:
         """These are all that are served now, each with its router, None if it is away, and its engines."""
+        self._cluster.introduce(supervisor)
         for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
             self._models.remove(deployment_id)
             await self._streams.pop(deployment_id).introduce(None, {}, {})

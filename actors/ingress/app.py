@@ -11,6 +11,7 @@ from fastapi.params import Depends as Dependency
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from shoal.actors.ingress.admin import Cluster, admin_routes
 from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST, Edge, report_failure
 from shoal.actors.ingress.endpoints import Endpoints
 from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
@@ -40,6 +41,7 @@ LIMITS = GateConfig()
 def create_app(
     *,
     models: Models,
+    cluster: Cluster | None = None,
     api_key: str | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: GateConfig = LIMITS,
@@ -62,6 +64,8 @@ def create_app(
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)
     app.include_router(_guarded_routes(endpoints, api_key))
+    if cluster is not None:
+        app.include_router(admin_routes(cluster), dependencies=_guards(api_key))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(PromptError, _prompt_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -73,8 +77,7 @@ def create_app(
 
 
 def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
-    guards: list[Dependency] = [] if api_key is None else [Depends(_key_check(api_key))]
-    router = APIRouter(dependencies=guards)
+    router = APIRouter(dependencies=_guards(api_key))
     for path, endpoint, asked, answered in (
         ("/v1/chat/completions", endpoints.chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", endpoints.completions, CompletionRequest, Completion),
@@ -93,6 +96,10 @@ def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
     _add_get(router, "/v1/models", endpoints.models)
     _add_get(router, "/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
     return router
+
+
+def _guards(api_key: str | None) -> list[Dependency]:
+    return [] if api_key is None else [Depends(_key_check(api_key))]
 
 
 def _add_get(router: APIRouter, path: str, endpoint: Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from shoal.actors.ingress.errors import TIMED_OUT, ApiError, bad_request, invalid_body
@@ -14,6 +14,7 @@ from shoal.actors.ingress.unsupported import refuse_unsupported, unknown_fields
 BODY_DEADLINE_S = 60.0
 
 RequestT = TypeVar("RequestT", bound=ModelRequest)
+_Strict = TypeVar("_Strict", bound=BaseModel)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
@@ -37,6 +38,15 @@ async def read_body(request: Request, *, max_bytes: int) -> bytes:
     except TimeoutError:
         raise ApiError(408, "The request body did not arrive in time.", code=TIMED_OUT) from None
     return bytes(body)
+
+
+async def read_json(request: Request, model: type[_Strict], *, max_bytes: int) -> _Strict:
+    """A short one of the operator's, where every field must be known."""
+    data = await read_body(request, max_bytes=max_bytes)
+    try:
+        return model.model_validate(_json_object(data))
+    except ValidationError as error:
+        raise invalid_body(error) from None
 
 
 def parse_body(data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:

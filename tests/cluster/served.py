@@ -43,6 +43,22 @@ def wait_for(condition: Callable[[], Any], what: str, *, within_s: float = 60.0)
     return result
 
 
+def shoal(*words: str) -> list[str]:
+    """The command, as from a shell."""
+    return [sys.executable, "-m", "shoal.cluster", *words]
+
+
+def environment() -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {**inherited, "PYTHONPATH": str(ROOT / ".src"), "COLUMNS": "200"}
+
+
+def serve_command(checkpoint: Path, address: str, *flags: str, engines: int, name: str) -> list[str]:
+    limits = ("--threads", "1", "--memory", "300MiB", "--max-num-seqs", "8", "--block-size", "16")
+    where = ("--port", "0", "--address", address, "--name", name, "--engines", str(engines))
+    return shoal("serve", str(checkpoint), *where, *limits, *flags)
+
+
 @dataclass
 class Served:
     process: subprocess.Popen[bytes]
@@ -58,13 +74,9 @@ class Served:
         cls, checkpoint: Path, address: str, *flags: str, engines: int = 1, name: str | None = None
     ) -> "Iterator[Served]":
         name = name or f"test-{uuid4().hex[:6]}"
-        limits = ("--threads", "1", "--memory", "300MiB", "--max-num-seqs", "8", "--block-size", "16")
-        command = [sys.executable, "-m", "shoal.cluster", "serve", str(checkpoint), "--port", "0"]
-        command += ["--address", address, "--name", name, "--engines", str(engines), *limits, *flags]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "COLUMNS": "200"}
-        environment.pop("RAY_ADDRESS", None)
+        command = serve_command(checkpoint, address, *flags, engines=engines, name=name)
         with TemporaryFile() as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
             served = cls(process, name, log)
             try:
                 yield served
@@ -82,7 +94,7 @@ class Served:
         """The printed line, then every engine behind the front door."""
 
         def printed() -> bool:
-            assert self.process.poll() is None, self.output
+            assert not self.process.poll(), self.output  # a detached one may have returned
             return "\nready: " in self.output
 
         wait_for(printed, "the ready line", within_s=READY_DEADLINE_S)

@@ -1,0 +1,113 @@
+"""The operator's door: what the cluster does, and what it is to do. It asks the supervisor alone."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Protocol
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from ray.exceptions import RayError, RayTaskError
+
+from shoal.actors.ingress.body import read_json
+from shoal.actors.ingress.errors import bad_request, no_answer
+from shoal.kvstore.calls import within
+
+SUPERVISOR_DEADLINE_S = 10.0
+MAX_BODY_BYTES = 64 << 10
+
+
+class Cluster(Protocol):
+    """What an operator asks of it. Each raises ApiError."""
+
+    async def status(self) -> Mapping[str, Any]: ...
+
+    async def change(self, method: str, *args: Any) -> None:
+        """Call the supervisor's `scale`, `drain_node`, `undrain_node`, `drain_engine` or `stop`."""
+        ...
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ScaleRequest(_Body):
+    engines: Annotated[int, Field(ge=0, le=100_000)]
+    model: str | None = None
+    """The only one, if none is named."""
+
+
+class DrainRequest(_Body):
+    node: str | None = None
+    """A node's id: nothing is started there any more, and what runs there finishes and goes."""
+    engine: str | None = None
+    """An engine's id: it finishes, goes, and another comes in its place."""
+    undo: bool = False
+    """Of a node: it may be used again."""
+
+    @model_validator(mode="after")
+    def _names_one(self) -> "DrainRequest":
+        if (self.node is None) == (self.engine is None):
+            raise ValueError("either node or engine must be given")
+        if self.undo and self.engine is not None:
+            raise ValueError("an engine that drains cannot be called back")
+        return self
+
+
+class RemoteCluster:
+    """Implements `Cluster` over the supervisor's actor."""
+
+    def __init__(self) -> None:
+        self._supervisor: Any = None
+
+    def introduce(self, supervisor: Any) -> None:
+        self._supervisor = supervisor
+
+    async def status(self) -> Mapping[str, Any]:
+        status: Mapping[str, Any] = await self._ask("describe")
+        return status
+
+    async def change(self, method: str, *args: Any) -> None:
+        await self._ask(method, *args)
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        if self._supervisor is None:
+            raise no_answer(["the supervisor"])
+        try:
+            return await within(SUPERVISOR_DEADLINE_S, getattr(self._supervisor, method).remote(*args))
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):
+                raise bad_request(str(error.cause)) from None
+            raise
+        except (RayError, TimeoutError):
+            raise no_answer(["the supervisor"]) from None
+
+
+def admin_routes(cluster: Cluster) -> APIRouter:
+    router = APIRouter(prefix="/admin")
+
+    @router.get("/status")
+    async def status() -> Response:
+        return JSONResponse(await cluster.status())
+
+    @router.post("/scale")
+    async def scale(request: Request) -> Response:
+        body = await read_json(request, ScaleRequest, max_bytes=MAX_BODY_BYTES)
+        await cluster.change("scale", body.model, body.engines)
+        return JSONResponse(await cluster.status())
+
+    @router.post("/drain")
+    async def drain(request: Request) -> Response:
+        body = await read_json(request, DrainRequest, max_bytes=MAX_BODY_BYTES)
+        if body.engine is not None:
+            await cluster.change("drain_engine", body.engine)
+        else:
+            await cluster.change("undrain_node" if body.undo else "drain_node", body.node)
+        return JSONResponse(await cluster.status())
+
+    @router.post("/stop")
+    async def stop() -> Response:
+        """The answer comes before the end does."""
+        await cluster.change("stop")
+        return JSONResponse({}, 202)
+
+    return router

@@ -1,0 +1,80 @@
+"""What a cluster says of itself, for people and programs: the answer of `GET /admin/status`."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shoal.cluster.supervisor import ClusterStatus
+
+STYLES = {"ready": "green", "joining": "yellow", "draining": "cyan"}
+
+
+def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
+    return {
+        "name": name,
+        "ready": status.ready,
+        "ingresses": [
+            None if info is None else {"id": info.ingress_id, "url": info.url, "node": info.node}
+            for info in status.ingresses
+        ],
+        "models": [
+            {
+                "model": deployment.model,
+                "deployment": deployment.deployment_id,
+                "is_outgoing": deployment.is_outgoing,
+                "wanted": deployment.wanted,
+                "engines": [
+                    {
+                        "id": engine.info.engine_id if engine.info else None,
+                        "index": engine.index,
+                        "phase": str(engine.phase),
+                        "node": engine.info.node if engine.info else None,
+                        "backend": engine.info.backend if engine.info else None,
+                        "memory": engine.info.memory if engine.info else None,
+                        "num_requests": engine.health.num_requests,
+                        "uncomputed_tokens": engine.health.uncomputed_tokens,
+                        "prefill_tokens_per_s": round(engine.health.tokens_per_s, 1),
+                        "trouble": engine.trouble,
+                    }
+                    for engine in deployment.engines
+                ],
+            }
+            for deployment in status.deployments
+        ],
+        "stores": [
+            {"id": info.store_id, "node": info.node, "budget_bytes": info.budget_bytes}
+            for info in status.stores
+        ],
+        "leaving_nodes": sorted(status.leaving),
+        "troubles": list(status.troubles),
+    }
+
+
+def shown(status: dict[str, Any]) -> Group:
+    """The same as a table, with what is amiss below it."""
+    table = Table("model", "engine", "phase", "node", "requests", "tokens to compute", "prefill tokens/s")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for model in status["models"]:
+        for engine in model["engines"]:
+            name = engine["id"] or f"engine {engine['index']}"
+            outgoing = " (outgoing)" if model["is_outgoing"] else ""
+            table.add_row(
+                f"{model['model']}{outgoing}",
+                name,
+                Text(engine["phase"], style=STYLES.get(engine["phase"], "")),
+                (engine["node"] or "")[:8],
+                str(engine["num_requests"]),
+                f"{engine['uncomputed_tokens']:,}",
+                f"{engine['prefill_tokens_per_s']:,.0f}",
+            )
+        if not model["engines"]:
+            table.add_row(model["model"], "none", "", "", "", "", "")
+    doors = ", ".join(door["url"] if door else "(not ready)" for door in status["ingresses"])
+    head = f"{status['name']}: {'ready' if status['ready'] else 'not ready'}; {doors}"
+    lines: list[RenderableType] = [Text(head, style="bold"), table]
+    lines += [Text(f"leaving node {node[:8]}", style="cyan") for node in status["leaving_nodes"]]
+    lines += [Text(trouble, style="yellow") for trouble in status["troubles"]]
+    return Group(*lines)
