@@ -85,6 +85,22 @@ def serve(
         typer.Option(help="Ray cluster to join. Default: RAY_ADDRESS, else a private local Ray."),
     ] = None,
     name: Annotated[str, typer.Option(help="Name of this cluster within Ray.")] = "default",
+    max_engines: Annotated[
+        int | None,
+        typer.Option(min=1, help="Start and end engines as the load asks, from --engines to so many."),
+    ] = None,
+    target_ongoing_requests: Annotated[
+        float, typer.Option(min=0, help="Then: requests that an engine has on average.")
+    ] = 16.0,
+    target_ttft: Annotated[
+        float, typer.Option(min=0, help="Seconds that the prompts which stand on an engine may take it.")
+    ] = 2.0,
+    upscale_delay: Annotated[
+        float, typer.Option(min=0, help="Seconds for which more must be needed before there are more.")
+    ] = 10.0,
+    downscale_delay: Annotated[
+        float, typer.Option(min=0, help="Seconds for which fewer must suffice before there are fewer.")
+    ] = 300.0,
     detached: Annotated[
         bool,
         typer.Option(
@@ -102,6 +118,7 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
+    from shoal.cluster.autoscaler import AutoscalingConfig  # noqa: PLC0415
     from shoal.cluster.serve import ServeError, ServeOptions, serve  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
     from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
@@ -132,6 +149,16 @@ def serve(
                 http=HttpConfig(host=host, port=port, api_key=api_key),
                 address=address,
                 name=name,
+                autoscaling=None
+                if max_engines is None
+                else AutoscalingConfig(
+                    min_replicas=engines,
+                    max_replicas=max_engines,
+                    target_ongoing_requests=target_ongoing_requests,
+                    target_ttft_s=target_ttft,
+                    upscale_delay_s=upscale_delay,
+                    downscale_delay_s=downscale_delay,
+                ),
                 is_detached=detached,
                 stop_grace_s=stop_grace,
                 drain_s=drain_timeout,

@@ -46,6 +46,8 @@ class Member:
         self._clock = clock
         self._asked_at = clock()
         self.draining_since: float | None = None
+        self.is_leaving = False
+        """It is to drain when another is there in its place."""
         self.last_node: str | None = None
         """Where it was last known to be, also while it is started again."""
 
@@ -68,8 +70,10 @@ class Member:
 
     @property
     def waits_for_room(self) -> bool:
-        waits = self.watched.state is State.STARTING and not self.watched.has_had_pulse
-        return waits and self._clock() - self._asked_at > ROOM_S
+        process = self.watched.process
+        if process is None or self.watched.ready or self.watched.has_had_pulse:
+            return False
+        return self._clock() - self._asked_at > ROOM_S and not process.has_room()
 
     def drain(self) -> None:
         if self.draining_since is None:
@@ -83,6 +87,9 @@ class Member:
             self.watched.tick()
         self.last_node = self.node or self.last_node
         if self.draining_since is None:
+            if self.is_leaving and not self.watched.ready:
+                self.watched.kill()  # it died: nothing is lost by not starting it again
+                return False
             return True
         since = self._clock() - self.draining_since
         is_done = since > SETTLE_S and not self.health.num_requests
@@ -131,7 +138,7 @@ class Deployment:
 
     @property
     def staying(self) -> list[Member]:
-        return [member for member in self.members if member.phase is not Phase.DRAINING]
+        return [m for m in self.members if not m.is_leaving and m.phase is not Phase.DRAINING]
 
     @property
     def is_complete(self) -> bool:
@@ -186,17 +193,18 @@ class Deployment:
         """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models."""
         for member in self.staying:
             if member.node in leaving:
-                member.drain()
+                member.is_leaving = True
         self._have_as_many_as_wanted(crowd)
+        self._let_leave()
         self.router.tick()
         self.members = [member for member in self.members if member.tick(self._drain_s)]
         self._has_been_ready = self._has_been_ready or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:
-        """Let that engine go, and another come in its place. False if there is none."""
+        """Let that engine go when another has come in its place. False if there is none."""
         for member in self.speaking:
             if member.watched.info.engine_id == engine_id:
-                member.drain()
+                member.is_leaving = True
                 return True
         return False
 
@@ -220,6 +228,15 @@ class Deployment:
                 member.drain()
         for _ in range(-excess):
             self._add()
+
+    def _let_leave(self) -> None:
+        """Those who are to go do so as others become ready in their place; one by one if these lack room."""
+        enough = len(self.ready) - self.wanted
+        if enough <= 0 and any(member.waits_for_room for member in self.staying):
+            enough = 0 if any(member.phase is Phase.DRAINING for member in self.members) else 1
+        for member in [member for member in self.members if member.is_leaving][: max(0, enough)]:
+            member.is_leaving = False
+            member.drain()
 
     def _add(self) -> None:
         taken = {member.index for member in self.members}

@@ -62,6 +62,9 @@ class RayEngine(RayProcess):
 
         return _then(self.actor.health.remote().future(), healthy)
 
+    def has_room(self) -> bool:
+        return self._group is None or placement_group_table(self._group).get("state") == "CREATED"
+
     def kill(self) -> None:
         super().kill()
         if self._group is not None:
@@ -83,6 +86,9 @@ class RayStore(RayProcess):
 
     def introduce(self, routers: Sequence[RouterProcess]) -> None:
         self.actor.introduce.remote([_actor(router) for router in routers])
+
+    def evacuate(self, to: Sequence[StoreProcess]) -> Future[Any]:
+        return _then(self.actor.evacuate.remote([_actor(store) for store in to]).future(), lambda _: None)
 
 
 class RayRouter(RayProcess):
@@ -146,14 +152,13 @@ class RayLauncher:
     def router(self, deployment: DeploymentSpec) -> RayRouter:
         name = _router_name(deployment)
         args = (deployment.engine.block_size, deployment.routing_policy)
-        return RayRouter(name, self._launch(name, RouterActor, {"num_cpus": 0}, *args))
+        return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args))
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
-        options: dict[str, Any] = {"num_cpus": 0}
+        options = self._beside_us
         if doorway.node:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
-        elif self._leaving:
-            options["label_selector"] = self._elsewhere
+            here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
+            options = {"num_cpus": 0, "scheduling_strategy": here}
         return RayIngress(
             doorway.name, self._launch(doorway.name, IngressActor, options, doorway.http, models)
         )
@@ -216,6 +221,13 @@ class RayLauncher:
                 return f"needs {_said(what, amount)}, and the largest node has {_said(what, largest)}"
         needs = " and ".join(_said(what, amount) for what, amount in _needs(deployment).items())
         return f"waits for a node that has {needs} free"
+
+    @property
+    def _beside_us(self) -> dict[str, Any]:
+        """On the supervisor's node while that lives: one that hosts nothing but engines and their store can
+        be given back when these have gone."""
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return {"num_cpus": 0, "scheduling_strategy": here}
 
     @property
     def _elsewhere(self) -> dict[str, str]:

@@ -32,6 +32,10 @@ class EngineProcess(Process, Protocol):
         """What it said to the last ping that it answered."""
         ...
 
+    def has_room(self) -> bool:
+        """Whether a node has given it what it needs."""
+        ...
+
     def introduce(
         self,
         router: RouterProcess,
@@ -45,6 +49,10 @@ class StoreProcess(Process, Protocol):
     def is_on(self, node: str) -> bool: ...
 
     def introduce(self, routers: Sequence[RouterProcess]) -> None: ...
+
+    def evacuate(self, to: Sequence["StoreProcess"]) -> Future[Any]:
+        """Give these what it has; done when they have it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

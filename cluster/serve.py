@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
@@ -25,6 +26,7 @@ from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
+from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import groups_of, namespace_of, object_store_bytes
@@ -80,6 +82,8 @@ class ServeOptions:
     http: HttpConfig = field(default_factory=HttpConfig)
     address: str | None = None
     name: str = "default"
+    autoscaling: AutoscalingConfig | None = None
+    """None: `engines`, whatever the load is."""
     is_detached: bool = False
     stop_grace_s: float = 3.0
     drain_s: float = 120.0
@@ -103,7 +107,8 @@ def serve(options: ServeOptions, console: Console) -> None:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
         running = _running(options)
         before = running.spec if running else None
-        spec = _spec(options, model, lean, _share_of_an_engine(options, before), before)
+        share = _share_of_an_engine(options, before, is_ours=_address(options) == "local")
+        spec = _spec(options, model, lean, share, before)
         console.print(
             f"{'changing to' if running else 'starting'} {model.name} on {options.engines} engine(s) "
             f"in Ray namespace {spec.namespace}"
@@ -143,7 +148,7 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     Never joins whatever cluster happens to be found on the machine.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(options)
     if address == "local" and options.is_detached:
         raise ServeError("--detached needs --address or RAY_ADDRESS: a Ray of our own ends with this command")
     private: dict[str, Any] = {}
@@ -162,6 +167,10 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _address(options: ServeOptions) -> str:
+    return options.address or os.environ.get("RAY_ADDRESS") or "local"
 
 
 def _reason(error: Exception) -> str:
@@ -212,7 +221,7 @@ class _Share:
     memory_bytes: int
 
 
-def _share_of_an_engine(options: ServeOptions, running: ClusterSpec | None) -> _Share:
+def _share_of_an_engine(options: ServeOptions, running: ClusterSpec | None, *, is_ours: bool) -> _Share:
     """What is not said stays as it is, where a cluster is changed."""
     for deployment in running.deployments if running else ():
         before = deployment.engine
@@ -224,6 +233,8 @@ def _share_of_an_engine(options: ServeOptions, running: ClusterSpec | None) -> _
     num_cpus, ray_memory = int(free.get("CPU", 0)), int(free.get("memory", 0))
     threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
     memory_bytes = options.memory_bytes or int(DEFAULT_MEMORY_SHARE * ray_memory / options.engines)
+    if options.threads and options.memory_bytes and not is_ours:
+        return _Share(threads=threads, memory_bytes=memory_bytes)  # nodes may come; who waits says for what
     if threads * options.engines > num_cpus:
         raise ServeError(
             f"{options.engines} engines of {threads} threads need {threads * options.engines} CPUs; "
@@ -248,6 +259,7 @@ def _spec(
     deployment = DeploymentSpec(
         model=model,
         num_engines=options.engines,
+        autoscaling=options.autoscaling,
         routing_policy=options.routing_policy,
         engine=EngineConfig(
             checkpoint=model.checkpoint,
@@ -348,6 +360,7 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
     """A supervisor, and through it the cluster. On the way out no actor of it is left, unless it is detached
     and all went well."""
     _end_all(spec.namespace)  # left behind without a supervisor, and serving who knows what
+    here = ray.get_runtime_context().get_node_id()
     supervisor = (
         ray.remote(SupervisorActor)
         .options(
@@ -357,6 +370,7 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
             max_restarts=-1,
             max_concurrency=8,
             num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
         .remote(spec)
     )

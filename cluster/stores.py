@@ -1,11 +1,24 @@
 """The cluster's KV stores: one on every node that hosts engines, kept running. Plain, like the supervisor."""
 
 from collections.abc import Callable, Set
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from shoal.cluster.processes import Launcher, StoreProcess
 from shoal.cluster.watch import Watched
 from shoal.kvstore.messages import StoreInfo
+
+EVACUATION_S = 30.0
+"""At most so long a node is kept for what its store has."""
+
+
+@dataclass(slots=True)
+class _Leaving:
+    store: Watched[StoreProcess]
+    is_empty: Future[Any]
+    by: float
 
 
 class Stores:
@@ -19,12 +32,14 @@ class Stores:
         self._clock = clock
         self._stores: dict[str, Watched[StoreProcess]] = {}
         """By node."""
+        self._leaving: dict[str, _Leaving] = {}
+        """Likewise."""
         self._adopted = list(launcher.adopt_stores())
 
     @property
     def ready(self) -> dict[str, tuple[StoreInfo, StoreProcess]]:
         """By node."""
-        return {node: (store.info, store.ready) for node, store in self._stores.items() if store.ready}
+        return {node: (store.info, store.ready) for node, store in self._all.items() if store.ready}
 
     @property
     def troubles(self) -> dict[str, str]:
@@ -38,20 +53,39 @@ class Stores:
 
     def tick(self, nodes: Set[str], *, all_are_known: bool) -> None:
         """A store on each of these; elsewhere none, once it is known that no engine is there."""
+        for node in nodes & self._leaving.keys():
+            self._stores[node] = self._leaving.pop(node).store
         for node in sorted(nodes - self._stores.keys()):
             launch = partial(self._launcher.store, node)
             self._stores[node] = Watched(launch, self._clock, self._adopt(node), essential=False)
         for node in self._stores.keys() - nodes:
-            self._stores.pop(node).kill()
+            self._leave(node)
         if all_are_known:
             self._kill_adopted()
         for store in self._stores.values():
             store.tick()
+        for node, leaving in list(self._leaving.items()):
+            if leaving.is_empty.done() or self._clock() > leaving.by:
+                self._leaving.pop(node).store.kill()
 
     def kill(self) -> None:
-        for store in self._stores.values():
+        for store in self._all.values():
             store.kill()
         self._kill_adopted()
+
+    @property
+    def _all(self) -> dict[str, Watched[StoreProcess]]:
+        return {**{node: leaving.store for node, leaving in self._leaving.items()}, **self._stores}
+
+    def _leave(self, node: str) -> None:
+        """The node may be given back as soon as nothing of ours is there: others take over what is wanted."""
+        store = self._stores.pop(node)
+        others = [other.ready for other in self._stores.values() if other.ready]
+        if store.ready and others:
+            by = self._clock() + EVACUATION_S
+            self._leaving[node] = _Leaving(store, store.ready.evacuate(others), by)
+        else:
+            store.kill()
 
     def _adopt(self, node: str) -> StoreProcess | None:
         """One is taken over; should an earlier supervisor have died while it replaced it, the others end."""

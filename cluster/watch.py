@@ -103,6 +103,11 @@ class Watched(Generic[P]):
         return State.STARTING if self._starting else State.READY
 
     @property
+    def process(self) -> P | None:
+        """Be it ready or not."""
+        return self._process
+
+    @property
     def ready(self) -> P | None:
         return self._process if self.state is State.READY else None
 

@@ -5,6 +5,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -12,11 +13,11 @@ import ray
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
-from shoal.kvstore.object_store import ObjectStore
+from shoal.kvstore.object_store import ObjectStore, copied
 from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
 from shoal.kvstore.sizes import format_size
-from shoal.kvstore.store import KVStore
+from shoal.kvstore.store import KVStore, cost
 from shoal.kvstore.transfer import BytesLost
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,47 @@ class StoreActor:
             wanted = self._store.put_start(extent)
             if wanted is not None:
                 await self._take_over(engine, wanted)
+
+    async def evacuate(self, to: Sequence[Any]) -> None:
+        """Give other stores, on nodes that stay, what was used last: this node is to go. What builds upon
+        something goes where that does. One that fails is passed over: its share is computed again."""
+        shares: list[list[tuple[Extent, Any]]] = [[] for _ in to]
+        where: dict[BlockKey, int] = {}
+        for number, (extent, ticket) in enumerate(self._store.hottest(self._store.budget_bytes)):
+            share = where.get(extent.parent, number % len(to))
+            where |= dict.fromkeys(extent.keys, share)
+            shares[share].append((extent, ticket))
+        taken = await asyncio.gather(
+            *(store.take_in.remote(share) for store, share in zip(to, shares, strict=True) if share),
+            return_exceptions=True,
+        )
+        for error in taken:
+            if isinstance(error, BaseException):
+                logger.warning("a store did not take in what this one had: %s", type(error).__name__)
+
+    async def take_in(self, extents: Sequence[tuple[Extent, Any]]) -> None:
+        """Copy what another store gives away, the most wanted first, into at most half of our own room: what
+        is here is wanted too."""
+        left = self._store.budget_bytes // 2
+        for extent, ticket in extents:
+            left -= cost(extent)
+            if left < 0:
+                break
+            named = replace(extent, extent_id=f"{self._store_id}/{extent.extent_id}")
+            wanted = self._store.put_start(named)
+            if wanted is None:
+                continue
+            try:
+                kept = await asyncio.to_thread(copied, extent, wanted, ticket, TAKE_OVER_DEADLINE_S)
+            except (BytesLost, TimeoutError) as error:
+                logger.warning("extent %s did not come: %s", extent.extent_id, error or type(error).__name__)
+                self._store.put_abort(named.extent_id)
+            except BaseException:
+                self._store.put_abort(named.extent_id)
+                raise
+            else:
+                self._store.put_end(named.extent_id, kept)
+            self._reporter.has_news()
 
     async def read(self, keys: Sequence[BlockKey]) -> Reading:
         """What is here of these keys of one path. To be released when the bytes have been read."""

@@ -42,6 +42,17 @@ class ObjectStore:
         return data
 
 
+def copied(extent: Extent, wanted: Extent, ticket: ray.ObjectRef[np.ndarray], timeout_s: float) -> Any:
+    """A ticket for what is `wanted` of another store's extent, on this node and owned by this process. Waits.
+    BytesLost, TimeoutError."""
+    (data,) = ObjectStore().fetch([ticket], timeout_s)
+    if wanted.num_bytes != extent.num_bytes:
+        keys = set(wanted.keys)
+        parts = [data[e.offset : e.offset + e.size] for e in extent.entries if e.key in keys]
+        data = np.concatenate(parts)
+    return ray.put(data)
+
+
 class RemoteStore:
     """Implements Store over a StoreActor's handle."""
 

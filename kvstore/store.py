@@ -162,6 +162,18 @@ class KVStore(Generic[T]):
             extents=tuple(self._read_extent(self._held[i], set(wanted)) for i, wanted in entries.items()),
         )
 
+    def hottest(self, max_bytes: int) -> list[tuple[Extent, T]]:
+        """What is found here, with its tickets: what was used last first, and whatever builds upon something
+        behind that; so many bytes of the budget at most."""
+        chosen: list[tuple[Extent, T]] = []
+        for extent_id in chain(reversed(self._kept), reversed(self._interior)):
+            held = self._held[extent_id]
+            max_bytes -= cost(held.extent)
+            if max_bytes < 0:
+                break
+            chosen.append((held.extent, held.ticket))
+        return chosen
+
     def release(self, lease_id: int) -> None:
         """The reader has its bytes. A lease that has ended is passed over."""
         if (lease := self._leases.pop(lease_id, None)) is not None:

@@ -39,9 +39,10 @@ class Nodes:
         self.actors.append(actor)
         return actor
 
-    def store(self, name: str, budget: int = BUDGET) -> Any:
-        store = self.start(self.here, StoreActor, StoreId(name), budget)
-        assert ray.get(store.start.remote(), timeout=60).node == self.here
+    def store(self, name: str, budget: int = BUDGET, *, node: str | None = None) -> Any:
+        node = node or self.here
+        store = self.start(node, StoreActor, StoreId(name), budget)
+        assert ray.get(store.start.remote(), timeout=60).node == node
         return store
 
     def engine(self, node: str, name: str, stores: dict[str, Any], own: str | None = None) -> Any:
@@ -129,6 +130,27 @@ def test_a_store_that_takes_the_place_of_another_is_saved_to(nodes: Nodes) -> No
     ray.get(writer.save.remote(keys("a", 2)), timeout=30)
     snapshot = ray.get(second.snapshot.remote(), timeout=10)
     assert snapshot.block_keys == tuple(keys("a", 2))
+
+
+def test_what_a_store_gives_away_before_its_node_goes_is_read_from_where_it_went(nodes: Nodes) -> None:
+    leaving, stays = nodes.store("leaving"), nodes.store("stays", 20 * BLOCK_BYTES, node=nodes.there)
+    stores = {"leaving": leaving, "stays": stays}
+    writer = nodes.engine(nodes.here, "writer", stores, own="leaving")
+    reader = nodes.engine(nodes.there, "reader", stores)
+    for path in ("cold", "hot"):
+        ray.get(writer.save.remote(keys(path, 8)), timeout=30)
+    ray.get(writer.fetch.remote("leaving", keys("hot", 8)), timeout=30)
+    ray.get(leaving.evacuate.remote([stays]), timeout=60)
+    kill(leaving)
+    held = ray.get(stays.snapshot.remote(), timeout=10).block_keys
+    assert set(keys("hot", 5)) <= set(held), "half of the room that is there, heads first"
+    assert ray.get(stays.used_bytes.remote(), timeout=10) <= 10 * BLOCK_BYTES
+    ray.get(stays.check.remote(), timeout=10)
+    saved = ray.get(writer.checksums.remote(5), timeout=10)
+    kill(writer)
+    _, failure = ray.get(reader.fetch.remote("stays", keys("hot", 5)), timeout=30)
+    assert failure is None
+    assert ray.get(reader.checksums.remote(5), timeout=10) == saved
 
 
 def test_a_budget_beyond_the_nodes_object_store_is_refused_with_the_numbers(nodes: Nodes) -> None:

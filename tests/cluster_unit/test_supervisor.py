@@ -21,6 +21,7 @@ from shoal.actors.messages import (
 from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
+from shoal.cluster.stores import EVACUATION_S
 from shoal.cluster.supervisor import ADOPTION_DEADLINE_S, LEASE_TICKS, Supervisor, Wish
 from shoal.cluster.watch import PING_DEADLINE_S, PULSE_DEADLINE_S, START_DEADLINE_S
 from shoal.kvstore.messages import StoreId, StoreInfo
@@ -67,6 +68,9 @@ class FakeProcess:
 class FakeEngine(FakeProcess):
     health: EngineHealth | None = None
 
+    def has_room(self) -> bool:
+        return not self.hangs
+
     def introduce(
         self,
         router: RouterProcess,
@@ -92,6 +96,11 @@ class FakeStore(FakeProcess):
 
     def introduce(self, routers: Sequence[RouterProcess]) -> None:
         self.told.append([router.process_id for router in routers])
+
+    def evacuate(self, to: Sequence[StoreProcess]) -> Future[Any]:
+        self.evacuated_to = [store.process_id for store in to]
+        self.is_empty: Future[Any] = Future()
+        return self.is_empty
 
 
 class FakeRouter(FakeProcess):
@@ -626,8 +635,33 @@ def test_a_store_stays_while_its_engine_is_replaced_and_ends_when_that_is_elsewh
     cluster.launcher.engines[2].become_ready()
     cluster.all_answer()
     cluster.tick()
-    assert [store.killed for store in cluster.launcher.stores] == [True, False]
+    left, stays = cluster.launcher.stores
+    assert (left.evacuated_to, left.killed) == (["store-west-1"], False)
+    assert "store-east-0" in cluster.launcher.engines[2].told[-1][2], "it is read from to its end"  # type: ignore[index]
+    left.is_empty.set_result(None)
+    cluster.tick()
+    assert (left.killed, stays.killed) == (True, False)
     assert cluster.launcher.routers[0].told[-1] == ["engine-0-2", "engine-1-1", "store-west-1"]
+
+
+def test_a_store_that_does_not_get_rid_of_what_it_has_is_ended_after_a_while() -> None:
+    cluster = with_stores("east", "west")
+    cluster.supervisor.drain_node("east")
+    cluster.passes(6.0)
+    left, _ = cluster.launcher.stores
+    assert (left.evacuated_to, left.killed) == (["store-west-1"], False)
+    cluster.passes(EVACUATION_S)
+    assert left.killed
+
+
+def test_a_node_that_is_used_again_keeps_its_store() -> None:
+    cluster = with_stores("east", "west")
+    cluster.supervisor.drain_node("east")
+    cluster.passes(6.0)
+    cluster.supervisor.undrain_node("east")
+    cluster.supervisor.scale("m", 4)
+    cluster.passes(EVACUATION_S)
+    assert [store.killed for store in cluster.launcher.stores] == [False, False]
 
 
 def test_a_restarted_supervisor_adopts_stores_where_engines_are_and_ends_the_others() -> None:
