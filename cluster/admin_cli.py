@@ -64,7 +64,7 @@ def scale(
 
 @app.command()
 def drain(
-    node: Annotated[str | None, typer.Option(help="A node's id, or how it begins.")] = None,
+    node: Annotated[str | None, typer.Option(help="A node's id, or a part of it.")] = None,
     engine: Annotated[str | None, typer.Option(help="An engine's id; another comes in its place.")] = None,
     undo: Annotated[bool, typer.Option("--undo", help="Use the node again.")] = False,
     url: Url = LOCAL,

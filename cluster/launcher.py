@@ -196,7 +196,7 @@ class RayLauncher:
         if not spec.ingress_labels:
             return [Doorway(name=f"{INGRESS_PREFIX}{i}", http=http) for i, http in enumerate(spec.http)]
         return [
-            Doorway(name=f"{INGRESS_PREFIX}{node['NodeID'][:8]}", http=spec.http[0], node=node["NodeID"])
+            Doorway(name=f"{INGRESS_PREFIX}{short(node['NodeID'])}", http=spec.http[0], node=node["NodeID"])
             for node in self._nodes
             if spec.ingress_labels.items() <= node["Labels"].items()
         ]
@@ -291,6 +291,11 @@ def object_store_bytes() -> dict[str, int]:
     return {node["NodeID"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes()}
 
 
+def short(node: str) -> str:
+    """Of a node's id, what it is called by here. How ids end differs even where somebody has chosen them."""
+    return node[-8:]
+
+
 def _new_name(prefix: str) -> str:
     """Another each time: an id never means two processes, so nothing stale can be taken for news."""
     return f"{prefix}{uuid.uuid4().hex[:4]}"
@@ -305,7 +310,7 @@ def _router_name(deployment: DeploymentSpec) -> str:
 
 
 def _store_prefix(node: str) -> str:
-    return f"{STORE_PREFIX}{node[:8]}-"
+    return f"{STORE_PREFIX}{short(node)}-"
 
 
 def _actor(process: Any) -> Any:

@@ -65,7 +65,7 @@ def shown(status: dict[str, Any]) -> Group:
                 f"{model['model']}{outgoing}",
                 name,
                 Text(engine["phase"], style=STYLES.get(engine["phase"], "")),
-                (engine["node"] or "")[:8],
+                (engine["node"] or "")[-8:],
                 str(engine["num_requests"]),
                 f"{engine['uncomputed_tokens']:,}",
                 f"{engine['prefill_tokens_per_s']:,.0f}",
@@ -75,6 +75,6 @@ def shown(status: dict[str, Any]) -> Group:
     doors = ", ".join(door["url"] if door else "(not ready)" for door in status["ingresses"])
     head = f"{status['name']}: {'ready' if status['ready'] else 'not ready'}; {doors}"
     lines: list[RenderableType] = [Text(head, style="bold"), table]
-    lines += [Text(f"leaving node {node[:8]}", style="cyan") for node in status["leaving_nodes"]]
+    lines += [Text(f"leaving node {node[-8:]}", style="cyan") for node in status["leaving_nodes"]]
     lines += [Text(trouble, style="yellow") for trouble in status["troubles"]]
     return Group(*lines)

@@ -133,8 +133,8 @@ class Supervisor:
         self.apply(replace(self.wish.spec, deployments=scaled))
 
     def drain_node(self, node: str) -> None:
-        """Let everything on it finish, and start nothing there any more; by the beginning of its id, if no
-        other's begins so. Raises ValueError if there is none, or no other is left."""
+        """Let everything on it finish, and start nothing there any more; by a part of its id that no
+        other's has. Raises ValueError if there is none, or no other is left."""
         nodes = self._launcher.nodes
         leaving = self.wish.leaving | {_the_one(node, nodes)}
         if leaving >= set(nodes):
@@ -270,7 +270,7 @@ class Supervisor:
         said = dict(self._ingresses.troubles)
         for deployment in self._deployments.values():
             said |= deployment.troubles
-        return said | {f"store on {node[:8]}": trouble for node, trouble in self._stores.troubles.items()}
+        return said | {f"store on {node[-8:]}": trouble for node, trouble in self._stores.troubles.items()}
 
     @property
     def _is_taking_over(self) -> bool:
@@ -302,11 +302,11 @@ class Supervisor:
                     engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
 
 
-def _the_one(beginning: str, ids: Sequence[str]) -> str:
-    found = [whole for whole in ids if whole.startswith(beginning)] if beginning else []
+def _the_one(part: str, ids: Sequence[str]) -> str:
+    found = [whole for whole in ids if part in whole] if part else []
     if len(found) != 1:
-        choice = ", ".join(sorted(whole[:8] for whole in ids)) or "none"
-        raise ValueError(f"node: {beginning!r} names {len(found)} nodes; there is {choice}")
+        choice = ", ".join(sorted(whole[-8:] for whole in ids)) or "none"
+        raise ValueError(f"node: {part!r} names {len(found)} nodes; there is {choice}")
     return found[0]
 
 

@@ -13,11 +13,24 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import ray
+from ray.autoscaler._private.fake_multi_node.node_provider import FakeMultiNodeProvider
 
 HEAD_ID = "f" * 51 + "00000"
 """The fake provider takes this node for the head."""
 
 START_DEADLINE_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+class Nodes(FakeMultiNodeProvider):
+    """Those of Ray's tests, which refuse to be told their memory: they take the machine's."""
+
+    def create_node_with_resources_and_labels(
+        self, node_config: Any, tags: Any, count: int, resources: dict[str, float], labels: Any
+    ) -> None:
+        told = {name: amount for name, amount in resources.items() if name != "memory"}
+        create: Any = super().create_node_with_resources_and_labels
+        create(node_config, tags, count, told, labels)
 
 
 @contextmanager
@@ -37,6 +50,7 @@ def growing_ray(worker: Mapping[str, float], *, max_workers: int, idle_s: float)
     ]
     environment = {
         **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT / '.src'}",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         "RAY_FAKE_CLUSTER": "1",
         "RAY_enable_autoscaler_v2": "1",
@@ -62,7 +76,7 @@ def _config(address: str, worker: Mapping[str, float], max_workers: int, idle_s:
         "idle_timeout_minutes": idle_s / 60,
         "provider": {
             "type": "external",
-            "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",
+            "module": f"{__name__}.Nodes",
             "launch_multiple": True,
             "head_node_id": HEAD_ID,
             "gcs_address": address,
