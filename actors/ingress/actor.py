@@ -13,6 +13,7 @@ import ray
 import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
+from shoal.actors.ingress.remote_cluster import RemoteCluster
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     DeploymentCard,
@@ -53,7 +54,6 @@ class IngressActor:
 
     async def _start(self) -> IngressInfo:
         # transformers takes seconds to import: not while Ray waits for the class
-        from shoal.actors.ingress.admin import RemoteCluster  # noqa: PLC0415
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
         from shoal.actors.ingress.models import Models  # noqa: PLC0415
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from shoal.actors.ingress.admin import RemoteCluster
 from shoal.actors.ingress.app import create_app
+from shoal.actors.ingress.remote_cluster import RemoteCluster
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
 from tests.api.fakes import FakeDispatcher, serving_one
