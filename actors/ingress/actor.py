@@ -13,7 +13,6 @@ import ray
 import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
-from shoal.actors.ingress.remote_cluster import RemoteCluster
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     DeploymentCard,
@@ -56,6 +55,7 @@ class IngressActor:
         # transformers takes seconds to import: not while Ray waits for the class
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
         from shoal.actors.ingress.models import Models  # noqa: PLC0415
+        from shoal.actors.ingress.remote_cluster import RemoteCluster  # noqa: PLC0415
 
         listener = listen(self._http)
         self._models, self._cluster = Models(), RemoteCluster()
