@@ -66,7 +66,10 @@ class Supervisor:
             )
             for index in range(num_engines)
         ]
-        self._router = Watched(launcher.router, clock, launcher.adopt_router())
+        self._known_router = launcher.adopt_router()
+        """The last that was ready, or was found. The others are told of it while it is away as well: they
+        notice that themselves, and must know each other all the same."""
+        self._router = Watched(launcher.router, clock, self._known_router)
         self._ingresses = [
             Watched(partial(launcher.ingress, index), clock, launcher.adopt_ingress(index))
             for index in range(num_ingresses)
@@ -135,13 +138,16 @@ class Supervisor:
         return self._stores.adopting or any(member.adopting for member in self._members.values())
 
     def _introduce(self) -> None:
-        router = self._router.ready
+        if self._router.ready:
+            self._known_router = self._router.ready
+        router = self._known_router
         if router is None:
             return
         engines = [(engine.info, engine.ready) for engine in self._engines if engine.ready]
         ingresses = [(ingress.info, ingress.ready) for ingress in self._ingresses if ingress.ready]
         on_node = self._stores.ready
-        router.set_members(engines, list(on_node.values()))
+        if self._router.ready:
+            router.set_members(engines, list(on_node.values()))
         for _, store in on_node.values():
             store.introduce(router)
         fingerprint = next((info.fingerprint for info, _ in engines), b"")
