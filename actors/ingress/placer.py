@@ -135,7 +135,7 @@ class Placer:
         can_hit = wanted.num_prompt_tokens > self._block_size  # the last token is always computed
         if not can_hit or (request.prompt_logprobs is not None and not wanted.block_keys):
             return PlacedBy.LOAD
-        if not wanted.block_keys or reply.fingerprint != self.fingerprint:
+        if not wanted.block_keys or reply.fingerprints != {self.fingerprint}:
             return PlacedBy.NO_KEYS
         return PlacedBy.LOAD if reply.is_up_to_date else PlacedBy.STALE_INDEX
 

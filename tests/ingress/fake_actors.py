@@ -163,7 +163,7 @@ class FakeRouter:
         self.error: Exception | Never | None = None
         self.asked: list[PlacementRequest] = []
         self.sources: tuple[PrefixSource, ...] = ()
-        self.says: dict[str, Any] = {}
+        self.says: dict[str, Any] = {"fingerprints": frozenset({b""})}
         """What else is in its replies."""
         self.engines = engines
 
