@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
+from shoal.kvstore.messages import Extent, Found, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 from shoal.kvstore.object_store import ObjectStore
 from shoal.kvstore.outstanding import Outstanding
@@ -76,6 +76,10 @@ class StoreActor:
             wanted = self._store.put_start(extent)
             if wanted is not None:
                 await self._take_over(engine, wanted)
+
+    async def find(self, keys: Sequence[BlockKey]) -> Found:
+        """What is here of these blocks, and of their segments: a report before the router knows."""
+        return self._store.find(keys)
 
     async def read(self, keys: Sequence[BlockKey]) -> Reading:
         """What is here of these keys of one path. To be released when the bytes have been read."""
