@@ -188,6 +188,8 @@ class TokenBatch:
     opens."""
 
     chunks: tuple[TokenChunk, ...]
+    store_id: StoreId | None = None
+    """Where the engine saves what it computes: whoever outlives it finds that there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,7 @@ MAY_USE_RAY = (
     "shoal.actors.ingress.actor",
     "shoal.actors.ingress.links",
     "shoal.actors.ingress.placer",
+    "shoal.actors.ingress.stores",
     "shoal.actors.ingress.streams",
     "shoal.actors.router.actor",
     "shoal.cluster.bench.bytes_engine",

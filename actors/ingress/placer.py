@@ -77,7 +77,7 @@ class Placer:
         self, request: EngineRequest, block_keys: tuple[BlockKey, ...], tried: frozenset[EngineId]
     ) -> Place | None:
         """None when there is no engine but those that were tried. One that we lost is not offered again,
-        whatever the router knows of it."""
+        nor one that is silent, whatever the router knows of it."""
         wanted_by = _now() + PLACE_DEADLINE_S
         unlinked: frozenset[EngineId] = frozenset()
         while self._router_answers:
@@ -86,7 +86,7 @@ class Placer:
                 attempt=request.attempt,
                 num_prompt_tokens=request.num_tokens,
                 block_keys=block_keys,
-                exclude=tried | unlinked | self._links.lost,
+                exclude=tried | unlinked | self._links.avoided,
             )
             try:
                 reply = await self._ask(wanted)
@@ -102,7 +102,7 @@ class Placer:
                 return self._place(link, self._went_by(request, wanted, reply), reply.sources)
             else:
                 unlinked |= {reply.engine_id}
-        others = self._others(tried)
+        others = self._others(tried | self._links.avoided)
         if not others:
             return None
         return self._place(min(others, key=lambda link: link.num_requests), PlacedBy.ROUTER_AWAY)
