@@ -66,7 +66,7 @@ class Attempts:
         self._tried: frozenset[EngineId] = frozenset()
         self._losses: frozenset[EngineId] = frozenset()
         self._saved_in: dict[StoreId, None] = {}
-        """By those engines that were lost, whenever."""
+        """The stores of all engines that were lost under it."""
         self._lost_at: float | None = None
         """When the first of those was lost, or refused, of which nothing has been heard since."""
 
@@ -132,8 +132,10 @@ class Attempts:
         """The next attempt goes on behind what was received."""
         self._tried |= {link.engine_id}
         if _kind(failure) is ErrorKind.ENGINE_LOST:
-            self._losses |= {link.engine_id} if link.died else set()
-            self._saved_in |= {} if link.store_id is None else {link.store_id: None}
+            if link.died:
+                self._losses |= {link.engine_id}
+            if link.store_id is not None:
+                self._saved_in[link.store_id] = None
         self._lost_at = _now() if self._lost_at is None else self._lost_at
         self._request = replace(
             self._request,

@@ -29,7 +29,7 @@ OUTAGE_ENDS_S = 60.0
 """After so long without a blind placement the next one is news again."""
 
 _WARNINGS = {
-    PlacedBy.NO_KEYS: "requests are placed blindly: what an engine's prefixes are called is not known",
+    PlacedBy.NO_KEYS: "requests are placed blindly: what prefixes are called is not known of every engine",
     PlacedBy.STALE_INDEX: "requests are placed blindly: the router does not know all engines' prefixes",
     PlacedBy.ROUTER_AWAY: "requests are placed blindly: the router does not answer",
 }
