@@ -63,10 +63,10 @@ class Attempts:
         self._link: Link | None = None  # where that attempt lives
         self._received: list[int] = []
         self._num_scored = 0
-        self._tried: frozenset[EngineId] = frozenset()
-        self._losses: frozenset[EngineId] = frozenset()
         self._saved_in: dict[StoreId, None] = {}
         """The stores of all engines that were lost under it."""
+        self._tried: frozenset[EngineId] = frozenset()
+        self._losses: frozenset[EngineId] = frozenset()
         self._lost_at: float | None = None
         """When the first of those was lost, or refused, of which nothing has been heard since."""
 
