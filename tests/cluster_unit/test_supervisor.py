@@ -511,6 +511,18 @@ def test_a_start_that_fails_is_tried_again_and_said() -> None:
     assert len(cluster.launcher.engines) == 2
 
 
+def test_what_went_wrong_is_said_in_a_line_that_people_read() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    said = "The actor is dead: End of file. " + "Some common causes include: " + "the OOM killer, or " * 30
+    cluster.launcher.engines[0].pings[0].set_exception(RuntimeError(said))
+    cluster.tick()
+    (trouble,) = cluster.supervisor.status().troubles
+    assert trouble.startswith("engine 0: RuntimeError: The actor is dead: End of file. Some common causes")
+    assert trouble.endswith(" …") and len(trouble) < 300
+
+
 def test_teardown_stops_the_front_door_and_kills_everything() -> None:
     cluster = Cluster()
     cluster.all_ready()
