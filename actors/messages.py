@@ -190,6 +190,8 @@ class TokenBatch:
     opens."""
 
     chunks: tuple[TokenChunk, ...]
+    store_id: StoreId | None = None
+    """Where the engine saves what it computes: whoever outlives it finds that there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +251,8 @@ class PlacementReply:
     """What the engine is believed to find of the prefix, on its device or in stores."""
     is_up_to_date: bool = True
     """Every engine's and every store's reports are followed: what was not found is nowhere."""
-    fingerprint: bytes = b""
-    """The engine's: block keys below another one say nothing of what it has."""
+    fingerprints: frozenset[bytes] = frozenset()
+    """Of all engines: block keys below one say nothing of what engines of another have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

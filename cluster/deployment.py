@@ -111,8 +111,11 @@ class Deployment:
         self._clock = clock
         self._drain_s = drain_s
         self._has_been_ready = False
+        self.known_router = launcher.adopt_router(spec)
+        """The last that was ready, or was found. The others are told of it while it is away as well: they
+        notice that themselves, and must know each other all the same."""
         self.router: Watched[RouterProcess] = Watched(
-            partial(launcher.router, spec), clock, launcher.adopt_router(spec)
+            partial(launcher.router, spec), clock, self.known_router
         )
         adopted = launcher.adopt_engines(spec)
         self.members: list[Member] = [self._member(index, engine) for index, engine in enumerate(adopted)]
@@ -197,6 +200,7 @@ class Deployment:
         self._have_as_many_as_wanted(crowd)
         self._let_leave()
         self.router.tick()
+        self.known_router = self.router.ready or self.known_router
         self.members = [member for member in self.members if member.tick(self._drain_s)]
         self._has_been_ready = self._has_been_ready or bool(self.ready)
 

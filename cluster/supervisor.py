@@ -283,7 +283,7 @@ class Supervisor:
         deployments = list(self._deployments.values())
         on_node = self._stores.ready
         stores = {store.process_id: store for _, store in on_node.values()}
-        routers = [d.router.ready for d in deployments if d.router.ready]
+        routers = [d.known_router for d in deployments if d.known_router]
         for _, store in on_node.values():
             store.introduce(routers)
         introductions = [_introduction(deployment) for deployment in deployments]
@@ -291,11 +291,11 @@ class Supervisor:
             ingress.introduce(introductions, stores)
         ingress_ids = frozenset(info.ingress_id for info, _ in self._ingresses.speaking)
         for deployment in deployments:
-            router = deployment.router.ready
-            if router is None:
+            if router := deployment.router.ready:
+                placed_on = [(m.watched.info, m.watched.ready) for m in deployment.ready if m.watched.ready]
+                router.set_members(placed_on, list(on_node.values()))
+            if (router := deployment.known_router) is None:
                 continue
-            placed_on = [(m.watched.info, m.watched.ready) for m in deployment.ready if m.watched.ready]
-            router.set_members(placed_on, list(on_node.values()))
             for member in deployment.speaking:
                 own = on_node.get(member.watched.info.node)
                 if engine := member.watched.ready:
@@ -311,10 +311,11 @@ def _the_one(part: str, ids: Sequence[str]) -> str:
 
 
 def _introduction(deployment: Deployment) -> Introduction:
-    speaking = [member.watched.ready for member in deployment.speaking]
+    """Without engines before there was ever a router: nothing is to begin blindly."""
+    speaking = [m.watched.ready for m in deployment.speaking] if deployment.known_router else []
     return Introduction(
         card=_card(deployment),
-        router=deployment.router.ready,
+        router=deployment.known_router,
         engines={engine.process_id: engine for engine in speaking if engine},
     )
 

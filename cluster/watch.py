@@ -4,6 +4,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
+from textwrap import shorten
 from typing import Any, Generic, Protocol, TypeVar
 
 START_DEADLINE_S = 900.0
@@ -16,6 +17,9 @@ PULSE_DEADLINE_S = 60.0
 """While it starts, libraries that are imported may keep its event loop for some seconds."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
+
+TROUBLE_CHARS = 240
+"""Of what went wrong, so that people read it."""
 
 
 class Process(Protocol):
@@ -198,6 +202,7 @@ class Watched(Generic[P]):
 
 
 def _last_line(error: BaseException) -> str:
-    """Errors from another process carry its whole trace; the last line says what it was."""
+    """Errors from another process carry its whole trace; the last line says what it was. Ray goes on from
+    there to all that may ever end a process."""
     lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    return shorten(lines[-1], TROUBLE_CHARS, placeholder=" …") if lines else ""

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
+from shoal.kvstore.messages import Extent, Found, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
 from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 from shoal.kvstore.object_store import ObjectStore, copied
 from shoal.kvstore.outstanding import Outstanding
@@ -118,6 +118,10 @@ class StoreActor:
             else:
                 self._store.put_end(named.extent_id, kept)
             self._reporter.has_news()
+
+    async def find(self, keys: Sequence[BlockKey]) -> Found:
+        """What is here of these blocks, and of their segments: a report before the router knows."""
+        return self._store.find(keys)
 
     async def read(self, keys: Sequence[BlockKey]) -> Reading:
         """What is here of these keys of one path. To be released when the bytes have been read."""

@@ -85,6 +85,15 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a store has now of the blocks that it was asked for, by their place in the question."""
+
+    blocks: tuple[int, ...]
+    segments: tuple[int, ...]
+    """The blocks whose segments it has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreReport:
     """A KV store's account of what it holds, pushed to the router in batches. Blocks and segments alike."""
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Generic, TypeVar
 
-from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.block_hash import BlockKey, segment_key
 from shoal.kvstore.changes import Changes
-from shoal.kvstore.messages import Extent, ReadExtent, Reading
+from shoal.kvstore.messages import Extent, Found, ReadExtent, Reading
 from shoal.kvstore.outstanding import Outstanding
 
 T = TypeVar("T")
@@ -103,6 +103,13 @@ class KVStore(Generic[T]):
 
     def keys(self) -> tuple[BlockKey, ...]:
         return tuple(self._where)
+
+    def find(self, keys: Sequence[BlockKey]) -> Found:
+        """What could be read now of these blocks, and of their segments."""
+        return Found(
+            blocks=tuple(i for i, key in enumerate(keys) if key in self._where),
+            segments=tuple(i for i, key in enumerate(keys) if segment_key(key) in self._where),
+        )
 
     def put_start(self, extent: Extent) -> Extent | None:
         """What of the extent is wanted, with room made for it; None if nothing is.

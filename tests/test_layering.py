@@ -33,6 +33,7 @@ MAY_USE_RAY = (
     "shoal.actors.ingress.links",
     "shoal.actors.ingress.placer",
     "shoal.actors.ingress.remote_cluster",
+    "shoal.actors.ingress.stores",
     "shoal.actors.ingress.streams",
     "shoal.actors.router.actor",
     "shoal.cluster.bench.bytes_engine",

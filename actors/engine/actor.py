@@ -170,7 +170,7 @@ class EngineActor:
             self._outboxes.pop(ingress_id).put_nowait(None)
         outbox = self._outboxes[ingress_id]
         outbox.streamed = True
-        yield TokenBatch(chunks=())
+        yield self._batch(())
         while (batch := await outbox.get()) is not None:
             yield batch
 
@@ -251,10 +251,13 @@ class EngineActor:
         for reply in replies:
             by_ingress[reply.to].append(reply.chunk)
         for ingress_id, chunks in by_ingress.items():
-            self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=tuple(chunks)))
+            self._outboxes[ingress_id].put_nowait(self._batch(chunks))
         self._num_requests, self._uncomputed_tokens = turn.num_requests, turn.uncomputed_tokens
         if self._account.add(turn):
             self._reporter.has_news()
+
+    def _batch(self, chunks: Sequence[TokenChunk]) -> TokenBatch:
+        return TokenBatch(chunks=tuple(chunks), store_id=self._own_store)
 
     async def _publish_metrics(self) -> None:
         metrics = Metrics(self._engine_id)

@@ -5,14 +5,22 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 from shoal.actors.ingress.dispatch import PlacedBy
-from shoal.actors.ingress.links import Inbox, Key, Link, Links, error_chunk
+from shoal.actors.ingress.links import (
+    CALL_DEADLINE_S,
+    HUNG_AFTER_S,
+    Inbox,
+    Key,
+    Link,
+    Links,
+    error_chunk,
+)
 from shoal.actors.ingress.placer import Place, Placer
-from shoal.actors.messages import EngineId, EngineRequest, ErrorKind, FinishReason, TokenChunk
+from shoal.actors.ingress.stores import Stores
+from shoal.actors.messages import EngineId, EngineRequest, ErrorKind, FinishReason, StoreId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey, complete_keys, root_key
 
 MAX_LOSSES = 4
-"""Engines that were lost under one request in a row, without a token from any: it may be what kills them. One
-that is lost twice was not killed."""
+"""Engines that died under one request in a row, without a token from any: it may be what kills them."""
 
 RESUME_DEADLINE_S = 60.0
 """How long an answer that has begun may be without an engine, or without one that has room."""
@@ -39,6 +47,7 @@ class Attempts:
         *,
         placer: Placer,
         links: Links,
+        stores: Stores,
         placed: Callable[[PlacedBy], None],
         has_begun: Callable[[], bool],
         block_size: int,
@@ -47,12 +56,15 @@ class Attempts:
         self._block_keys = block_keys  # of its tokens
         self._placer = placer
         self._links = links
+        self._stores = stores
         self._placed = placed
         self._answer_has_begun = has_begun
         self._block_size = block_size
         self._link: Link | None = None  # where that attempt lives
         self._received: list[int] = []
         self._num_scored = 0
+        self._saved_in: dict[StoreId, None] = {}
+        """The stores of all engines that were lost under it."""
         self._tried: frozenset[EngineId] = frozenset()
         self._losses: frozenset[EngineId] = frozenset()
         self._lost_at: float | None = None
@@ -67,7 +79,7 @@ class Attempts:
                 if chunk.finish_reason is not None:
                     return
             failure = chunk
-            self._lose(place.link.engine_id, chunk)
+            self._lose(place.link, chunk)
             if (end := self._end_of_received()) is not None:
                 yield end
                 return
@@ -89,18 +101,22 @@ class Attempts:
         """None when no engine can take the request, or it has cost too many."""
         if len(self._losses) >= MAX_LOSSES:
             return None
+        # First, since blind placements are counted by submits: nothing may come between the two.
+        saved = await self._stores.find(self._saved_in, self._block_keys)
         while (place := await self._placer.place(self._request, self._block_keys, self._tried)) is None:
             if not self._has_begun or self._lost_at is None or _now() >= self._lost_at + RESUME_DEADLINE_S:
                 return None
             await self._links.introduced(RETRY_S)
             self._tried = frozenset()
         self._placed(place.by)
-        return place
+        return replace(place, sources=(*saved, *place.sources))
 
     async def _submit(self, place: Place) -> Inbox:
         self._request = replace(self._request, sources=place.sources)
         self._link = place.link
-        return await place.link.submit(self._request)
+        tried = self._tried | {place.link.engine_id}
+        is_last = all(link.engine_id in tried for link in self._links)
+        return await place.link.submit(self._request, CALL_DEADLINE_S if is_last else HUNG_AFTER_S)
 
     async def _hear(self, inbox: Inbox) -> TokenChunk:
         chunk = await inbox.get()
@@ -112,11 +128,14 @@ class Attempts:
             self._tried, self._losses, self._lost_at = frozenset(), frozenset(), None
         return chunk
 
-    def _lose(self, engine_id: EngineId, failure: TokenChunk) -> None:
+    def _lose(self, link: Link, failure: TokenChunk) -> None:
         """The next attempt goes on behind what was received."""
-        self._tried |= {engine_id}
+        self._tried |= {link.engine_id}
         if _kind(failure) is ErrorKind.ENGINE_LOST:
-            self._losses |= {engine_id}
+            if link.died:
+                self._losses |= {link.engine_id}
+            if link.store_id is not None:
+                self._saved_in[link.store_id] = None
         self._lost_at = _now() if self._lost_at is None else self._lost_at
         self._request = replace(
             self._request,

@@ -18,7 +18,7 @@ class PlacedBy(StrEnum):
     LOAD = "load"
     """Nobody has any of the prompt."""
     NO_KEYS = "no_keys"
-    """The prompt has a block or more, but what its blocks are called on that engine is not known."""
+    """The prompt has a block or more, but what its blocks are called is not known, or not of every engine."""
     STALE_INDEX = "stale_index"
     """Nobody is known to have any of it, but the router does not follow everybody's reports."""
     ROUTER_AWAY = "router_away"

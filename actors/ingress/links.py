@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
 from shoal.actors.messages import (
     EngineId,
@@ -16,6 +16,7 @@ from shoal.actors.messages import (
     IngressId,
     RequestError,
     RequestId,
+    StoreId,
     TokenBatch,
     TokenChunk,
 )
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 CALL_DEADLINE_S = 10.0
 """For a call that only enters a queue. A hung engine's tokens are the supervisor's business: it kills it."""
+
+HUNG_AFTER_S = 2.5
+"""An engine answers a submit in milliseconds, whatever it computes. After so long another is the better
+choice, if there is one: README.md says what a mistake costs."""
 
 INTRODUCTION_DEADLINE_S = 2.0
 """How long we may hear later of an engine than the router does."""
@@ -41,6 +46,12 @@ class Link:
     def __init__(self, engine_id: EngineId, actor: Any, ingress_id: IngressId) -> None:
         self.engine_id = engine_id
         self.lost = False
+        self.died = False
+        """It was lost with its process. The stream of one that lives may break as well."""
+        self.is_silent = False
+        """It was too late to answer a submit, and nothing has been heard of it since."""
+        self.store_id: StoreId | None = None
+        """Where it saves what it computes, as it last said."""
         self._actor = actor
         self._ingress_id = ingress_id
         self._inboxes: dict[Key, Inbox] = {}
@@ -59,18 +70,21 @@ class Link:
         """Requests that the engine was told of, and has not said the last of."""
         return len(self._submits)
 
-    async def submit(self, request: EngineRequest) -> Inbox:
+    async def submit(self, request: EngineRequest, within_s: float = CALL_DEADLINE_S) -> Inbox:
         """Where its chunks arrive, also the one that says that it could not be submitted."""
         key = (request.request_id, request.attempt)
         self._inboxes[key] = inbox = Inbox()
         try:
-            async with asyncio.timeout(CALL_DEADLINE_S):
+            async with asyncio.timeout(within_s):
                 await self._is_open.wait()
-            if self.lost:  # the inbox has heard of it
-                return inbox
-            self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
-            await within(CALL_DEADLINE_S, submit)
+                if self.lost:  # the inbox has heard of it
+                    return inbox
+                self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
+                await within(within_s, submit)
         except (RayError, TimeoutError) as error:
+            self.died |= isinstance(error, ActorDiedError)
+            if isinstance(error, TimeoutError):
+                self._is_late(self._submits.get(key))
             self.end(key, abort=True)  # it may have arrived all the same
             message = f"{self.engine_id}: {type(error).__name__}"
             inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
@@ -92,15 +106,27 @@ class Link:
         outstanding: Outstanding = await within(CALL_DEADLINE_S, self._actor.outstanding.remote())
         return outstanding
 
-    def remove(self) -> None:
+    def remove(self, *, is_gone: bool) -> None:
         """Its requests are told at once: a pump that has not begun yet would end without a word."""
+        self.died |= is_gone
         self._pump_task.cancel()
         self._lose()
+
+    def _is_late(self, submit: Any) -> None:
+        """Silent until it says something, or answers this submit, if it came to one."""
+        self.is_silent = True
+        if submit is not None:
+            answer = asyncio.wrap_future(submit.future())
+            answer.add_done_callback(self._has_answered)
+
+    def _has_answered(self, answer: asyncio.Future[None]) -> None:
+        self.is_silent &= answer.cancelled() or answer.exception() is not None
 
     async def _pump(self) -> None:
         try:
             async for item in self._actor.stream.remote(self._ingress_id):
                 batch: TokenBatch = await item
+                self.store_id, self.is_silent = batch.store_id, False
                 self._is_open.set()
                 for chunk in batch.chunks:
                     inbox = self._inboxes.get((chunk.request_id, chunk.attempt))
@@ -108,6 +134,7 @@ class Link:
                         inbox.put_nowait(chunk)
         except RayError as error:
             logger.warning("%s is lost: %s", self.engine_id, type(error).__name__)
+            self.died = isinstance(error, ActorDiedError)
         finally:
             self._lose()
 
@@ -137,12 +164,19 @@ class Links:
         """We may know it some seconds before the router does."""
         return frozenset(engine_id for engine_id, link in self._links.items() if link.lost)
 
+    @property
+    def avoided(self) -> frozenset[EngineId]:
+        """Those that are lost, and those that are silent while any other is not."""
+        silent = {engine_id for engine_id, link in self._links.items() if link.is_silent}
+        avoided = self.lost | silent
+        return avoided if len(avoided) < len(self._links) else self.lost
+
     async def introduce(self, actors: Mapping[EngineId, Any]) -> None:
         """Exactly these engines exist. Requests on one that does no longer are lost to it; a broken stream is
         opened anew."""
         for engine_id, link in list(self._links.items()):
             if link.lost or engine_id not in actors:
-                self._links.pop(engine_id).remove()
+                self._links.pop(engine_id).remove(is_gone=engine_id not in actors)
         for engine_id in actors.keys() - self._links.keys():
             self._links[engine_id] = Link(engine_id, actors[engine_id], self._ingress_id)
         async with self._changed:

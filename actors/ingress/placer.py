@@ -29,7 +29,7 @@ OUTAGE_ENDS_S = 60.0
 """After so long without a blind placement the next one is news again."""
 
 _WARNINGS = {
-    PlacedBy.NO_KEYS: "requests are placed blindly: what an engine's prefixes are called is not known",
+    PlacedBy.NO_KEYS: "requests are placed blindly: what prefixes are called is not known of every engine",
     PlacedBy.STALE_INDEX: "requests are placed blindly: the router does not know all engines' prefixes",
     PlacedBy.ROUTER_AWAY: "requests are placed blindly: the router does not answer",
 }
@@ -79,7 +79,7 @@ class Placer:
         self, request: EngineRequest, block_keys: tuple[BlockKey, ...], tried: frozenset[EngineId]
     ) -> Place | None:
         """None when there is no engine but those that were tried. One that we lost is not offered again,
-        whatever the router knows of it."""
+        nor one that is silent, whatever the router knows of it."""
         wanted_by = _now() + PLACE_DEADLINE_S
         unlinked: frozenset[EngineId] = frozenset()
         while self._router_answers:
@@ -88,7 +88,7 @@ class Placer:
                 attempt=request.attempt,
                 num_prompt_tokens=request.num_tokens,
                 block_keys=block_keys,
-                exclude=tried | unlinked | self._links.lost | self._draining,
+                exclude=tried | unlinked | self._links.avoided | self._draining,
             )
             try:
                 reply = await self._ask(wanted)
@@ -104,7 +104,7 @@ class Placer:
                 return self._place(link, self._went_by(request, wanted, reply), reply.sources)
             else:
                 unlinked |= {reply.engine_id}
-        others = self._others(tried)
+        others = self._others(tried | self._links.avoided)
         if not others:
             return None
         return self._place(min(others, key=lambda link: link.num_requests), PlacedBy.ROUTER_AWAY)
@@ -137,7 +137,7 @@ class Placer:
         can_hit = wanted.num_prompt_tokens > self._block_size  # the last token is always computed
         if not can_hit or (request.prompt_logprobs is not None and not wanted.block_keys):
             return PlacedBy.LOAD
-        if not wanted.block_keys or reply.fingerprint != self.fingerprint:
+        if not wanted.block_keys or reply.fingerprints != {self.fingerprint}:
             return PlacedBy.NO_KEYS
         return PlacedBy.LOAD if reply.is_up_to_date else PlacedBy.STALE_INDEX
 

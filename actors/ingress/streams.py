@@ -10,11 +10,11 @@ from ray.exceptions import ActorDiedError
 
 from shoal.actors.ingress.attempts import Attempts
 from shoal.actors.ingress.dispatch import PlacedBy
-from shoal.actors.ingress.links import CALL_DEADLINE_S, Links
+from shoal.actors.ingress.links import Links
 from shoal.actors.ingress.placer import Placer
+from shoal.actors.ingress.stores import Stores
 from shoal.actors.messages import EngineId, EngineRequest, IngressId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.calls import within
 from shoal.kvstore.messages import StoreId
 from shoal.kvstore.outstanding import Outstanding
 
@@ -32,7 +32,7 @@ class EngineStreams:
         self._block_size = block_size
         self._links = Links(ingress_id)
         self._placer = Placer(self._links, block_size)
-        self._stores: Mapping[StoreId, Any] = {}
+        self._stores = Stores()
 
     async def introduce(
         self,
@@ -48,7 +48,7 @@ class EngineStreams:
         Requests on an engine that no longer exists go on elsewhere; a stream that broke is opened anew.
         """
         self._placer.introduce(router, fingerprint, draining)
-        self._stores = stores
+        self._stores.actors = stores
         await self._links.introduce(actors)
 
     def ready(self) -> bool:
@@ -62,7 +62,7 @@ class EngineStreams:
         """
         engines = {link.engine_id: link.reset_prefix_cache() for link in self._links}
         all_forgot = await _all_succeed(engines)
-        stores = {s: within(CALL_DEADLINE_S, store.reset.remote()) for s, store in self._stores.items()}
+        stores = self._stores.each(lambda store: store.reset.remote())
         return await _all_succeed(stores) and all_forgot
 
     async def outstanding(self) -> dict[str, Outstanding | None]:
@@ -74,7 +74,7 @@ class EngineStreams:
         }
         asked: dict[str, Coroutine[Any, Any, Outstanding]] = {
             **{link.engine_id: link.outstanding() for link in links},
-            **{s: within(CALL_DEADLINE_S, actor.outstanding.remote()) for s, actor in self._stores.items()},
+            **self._stores.each(lambda store: store.outstanding.remote()),
         }
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
         said: dict[str, Outstanding | None] = {self._name: Outstanding(counts=counts)}
@@ -99,6 +99,7 @@ class EngineStreams:
             block_keys,
             placer=self._placer,
             links=self._links,
+            stores=self._stores,
             placed=placed,
             has_begun=has_begun,
             block_size=self._block_size,
@@ -109,7 +110,7 @@ class EngineStreams:
             attempts.leave()
 
 
-async def _all_succeed(resets: Mapping[EngineId, _Reset] | Mapping[StoreId, _Reset]) -> bool:
+async def _all_succeed(resets: Mapping[EngineId, _Reset] | Mapping[str, _Reset]) -> bool:
     """Those of actors that died meanwhile do: what is gone holds nothing."""
     answers = await asyncio.gather(*resets.values(), return_exceptions=True)
     failures = {

@@ -33,7 +33,7 @@ class RouterActor:
             self._members, block_size=block_size, clock=time.monotonic, policy=routing_policy(policy)
         )
         self._actors: dict[Holder, Any] = {}
-        self._fingerprints: dict[EngineId, bytes] = {}
+        self._fingerprints: frozenset[bytes] = frozenset()
         self._asking: set[asyncio.Task[None]] = set()
         self._publishing: asyncio.Task[None] | None = None
 
@@ -58,7 +58,7 @@ class RouterActor:
             sources=placed.sources,
             hit_tokens=placed.expected_hit_tokens,
             is_up_to_date=self._members.is_up_to_date,
-            fingerprint=self._fingerprints[placed.engine_id],
+            fingerprints=self._fingerprints,
         )
 
     async def report(self, report: EngineReport) -> None:
@@ -74,7 +74,7 @@ class RouterActor:
     ) -> None:
         """Exactly these, each with its actor, may be placed on and fetched from."""
         self._actors = {info.engine_id: actor for info, actor in engines}
-        self._fingerprints = {info.engine_id: info.fingerprint for info, _ in engines}
+        self._fingerprints = frozenset(info.fingerprint for info, _ in engines)
         self._actors |= {info.store_id: actor for info, actor in stores}
         self._members.set_engines(info for info, _ in engines)
         self._members.set_stores(info for info, _ in stores)

@@ -1,7 +1,8 @@
 """Streams that go on while one actor after another is killed: `python -m tests.cluster.chaos`.
 
 Every stream is asked for again and again until the last actor is replaced, and each time it must say what it
-said before anything was killed: no error, nothing twice, nothing lost.
+said before anything was killed: no error, nothing twice, nothing lost. When its engine was killed, no more of
+it may be computed again than a block and what no store had.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import httpx
 import ray
 
 from tests.checkpoints import smollm2, tiny_llama
+from tests.cluster.continued import continuations, described, let_engines_fetch_all, watch
 from tests.cluster.served import Served, private_ray, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
 
@@ -121,6 +123,7 @@ def _is_true(condition: Callable[[], bool]) -> bool:
 def disturb(served: Served, blows: Sequence[Blow], say: Callable[[str], None], pause_s: float = 1.0) -> None:
     """One blow after another, each when the cluster is whole again and streams have run a while."""
     for blow in blows:
+        let_engines_fetch_all(served)
         time.sleep(pause_s)
         started = time.monotonic()
         wait_for(blow.strike(served), f"{blow} is mended", within_s=REPLACED_WITHIN_S)
@@ -154,6 +157,7 @@ def main() -> int:
         flags = ("--max-model-len", "1024", "--memory", memory, "--max-num-seqs", str(args.streams + 8))
         with Served.start(checkpoint, address, *flags, engines=args.engines) as served:
             served.wait_until_ready()
+            watch(served)
             return _run(served, args, blows)
 
 
@@ -164,14 +168,13 @@ def _run(served: Served, args: argparse.Namespace, blows: Sequence[Blow]) -> int
     print(f"undisturbed: {args.streams} streams in {time.monotonic() - started:.1f} s", flush=True)
     streams.run_beside(lambda: disturb(served, blows, partial(print, flush=True)))
     wait_for(served.is_clean, "everything is returned")
-    continuations = metric(served, "shoal_continuations_total")
-    again = metric(served, "shoal_recomputed_tokens_total") / max(1.0, continuations)
     blind = metric(served, "shoal_blind_placements_total")
-    print(f"{streams.num_complete} streams complete, {len(streams.failures)} failures")
-    print(f"{continuations:.0f} continuations, {again:.1f} tokens computed again in each; {blind:.0f} blind")
+    print(f"{streams.num_complete} streams complete, {len(streams.failures)} failures; {blind:.0f} blind")
+    costs = continuations(served)
+    print("\n".join(described(costs)))
     for failure in streams.failures[:5]:
         print(failure[:2000])
-    return 1 if streams.failures else 0
+    return 1 if streams.failures or any(cost.num_too_many for cost in costs) else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +10,14 @@ import httpx
 import pytest
 import ray
 
-from tests.cluster.chaos import ROLES, Blow, Streams, disturb, metric
+from tests.cluster.chaos import ROLES, Blow, Streams, disturb, is_whole, metric
+from tests.cluster.continued import (
+    Continuation,
+    continuations,
+    hold_saves,
+    let_engines_fetch_all,
+    watch,
+)
 from tests.cluster.served import Served, wait_for
 from tests.cluster.streamed import KINDS, Body, bodies, events, heard, spoken
 
@@ -22,6 +29,7 @@ def three(ray_address: str, checkpoint: Path) -> Iterator[Served]:
     """Engines, with a store."""
     with Served.start(checkpoint, ray_address, engines=3) as cluster:
         cluster.wait_until_ready()
+        watch(cluster)
         yield cluster
 
 
@@ -41,6 +49,52 @@ def test_case_54_a_stream_goes_on_where_its_engine_died(three: Served) -> None:
     assert heard(rest()) == expected
     assert metric(three, "shoal_continuations_total") == before + 1
     wait_for(three.is_clean, "nothing is left of it")
+
+
+def go_on_elsewhere(served: Served, first: int, before: Callable[[str], None]) -> Continuation:
+    """What it costs that a stream's engine is killed in its middle, some steps after `before` was done.
+
+    first: of its prompt, which no engine has seen yet.
+    """
+    wait_for(lambda: is_whole(served), "everybody is there")
+    let_engines_fetch_all(served)
+    num_known = len(continuations(served))
+    stream = events(served.url, {**LONG, "prompt": list(range(first, first + 57))})
+    for _ in range(100):
+        next(stream)
+    (victim,) = [name for name in served.engine_names() if served.holds_a_request(name)]
+    before(victim)
+    for _ in range(100):
+        next(stream)
+    os.kill(served.pid(victim), signal.SIGKILL)
+    assert heard(stream).reasons == {0: ("length",)}
+    (cost,) = continuations(served)[num_known:]
+    return cost
+
+
+def test_case_54_what_is_computed_again_is_a_block_at_most_where_all_was_saved(three: Served) -> None:
+    cost = go_on_elsewhere(three, 60, lambda victim: None)
+    assert cost.num_recomputed == cost.num_tokens - cost.num_saved
+    assert cost.num_recomputed <= cost.block_size + cost.num_unsaved
+    assert cost.num_saved > 0
+
+
+def test_case_54_what_was_staged_when_the_engine_died_was_not_saved(three: Served) -> None:
+    cost = go_on_elsewhere(three, 120, lambda victim: hold_saves(three, victim))
+    assert cost.num_unsaved >= 4 * cost.block_size, "of 100 tokens"
+    assert cost.num_recomputed == cost.num_tokens - cost.num_saved
+    assert cost.num_saved >= 4 * cost.block_size, "of 100 tokens, and of the prompt"
+
+
+def test_case_54_while_the_router_is_away_no_more_is_computed_again(three: Served) -> None:
+    """Nobody but the store knows by then what there is."""
+    router = three.pid("router")
+    try:
+        cost = go_on_elsewhere(three, 180, lambda victim: os.kill(router, signal.SIGSTOP))
+    finally:
+        os.kill(router, signal.SIGCONT)
+    assert cost.num_recomputed == cost.num_tokens - cost.num_saved
+    assert cost.num_saved > 0 and cost.num_too_many == 0
 
 
 def test_17_requests_right_after_an_engine_was_killed_are_all_served(three: Served) -> None:
@@ -75,10 +129,14 @@ def test_case_14_while_the_router_is_away_requests_are_served_and_say_so(three: 
 
 
 def test_streams_of_every_kind_while_each_actor_is_killed_in_turn(three: Served) -> None:
+    wait_for(lambda: is_whole(three), "everybody is there")
     streams = Streams(three.url, bodies(three.url, len(KINDS), 150))
     streams.run_undisturbed()
+    num_known = len(continuations(three))
     blows = [Blow(role=role, signal=signal.SIGKILL) for role in ROLES]
     streams.run_beside(lambda: disturb(three, blows, print))
     assert streams.failures == []
     assert streams.num_complete > len(KINDS)
+    costs = continuations(three)[num_known:]
+    assert costs and not any(cost.num_too_many for cost in costs)
     wait_for(three.is_clean, "nothing is left of them")

@@ -70,6 +70,9 @@ def test_one_on_another_node_is_ended_there_and_leaves_its_cpus(ray_address: str
 def test_one_that_is_stopped_is_ended_and_replaced(full: Served, role: str) -> None:
     name = next(name for name in sorted(full.names()) if name.startswith(role))
     number = stop_one(full, name)
+    if role == "engine":
+        assert all(complete(full, f"{i} {PROMPT}") for i in range(8)), "they are placed again"
+        assert is_alive(number), "nobody had to wait for its end"
     wait_for(lambda: not is_alive(number), "it is ended")
     wait_for(lambda: full.get("/ready") == 200 and is_whole(full), f"a new {role}")
     assert complete(full, PROMPT)

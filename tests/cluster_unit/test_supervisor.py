@@ -323,6 +323,56 @@ def test_an_ingress_that_is_ready_before_the_engines_hears_later_what_names_thei
     assert cluster.launcher.ingresses[0].told[-1] == ("router", ["engine-0-0"], b"f")
 
 
+def test_while_the_router_is_away_the_others_are_told_of_each_other() -> None:
+    """A new engine is placed on blindly, and saves and fetches."""
+    cluster = with_stores("east", "west")
+    router, (ingress,) = cluster.launcher.routers[0], cluster.launcher.ingresses
+    cluster.tick(after_s=1.0)
+    router.pings[0].set_exception(RuntimeError("actor died"))
+    cluster.launcher.engines[0].pings[0].set_exception(RuntimeError("actor died"))
+    cluster.all_answer()
+    cluster.tick()
+    told = len(router.told)
+    assert ingress.told[-1] == ("router", ["engine-1-1"], b"f"), "nobody goes on waiting for the other"
+    cluster.tick(after_s=1.0)
+    replaced = cluster.launcher.engines[2]
+    replaced.become_ready()
+    cluster.all_answer()
+    cluster.tick()
+    assert len(cluster.launcher.routers) == 2, "its successor is on its way"
+    assert ingress.told[-1] == ("router", ["engine-0-2", "engine-1-1"], b"f")
+    stores = ["store-east-0", "store-west-1"]
+    assert replaced.told[-1] == ("router", {"id-0"}, stores, "store-east-0")
+    assert len(router.told) == told and cluster.launcher.routers[1].told == [], "neither can hear it"
+    cluster.launcher.routers[1].become_ready()
+    cluster.tick()
+    assert cluster.launcher.routers[1].told == [["engine-0-2", "engine-1-1", *stores]]
+
+
+def test_a_router_that_a_restarted_supervisor_finds_hung_keeps_nobody_from_the_others() -> None:
+    launcher = left_by_another()
+    cluster = Cluster(num_ingresses=2, launcher=launcher)
+    router, first = launcher.router_to_adopt, launcher.to_adopt[0]
+    assert router is not None
+    for process in (*launcher.to_adopt, *launcher.ingresses_to_adopt.values()):
+        process.become_ready()
+    cluster.tick(after_s=ADOPTION_DEADLINE_S)
+    assert first.told == []
+    cluster.tick(after_s=0.5)
+    assert router.told == []
+    assert first.told == [("router", {"old-0", "old-1"}, [], None)]
+
+
+def test_before_the_first_router_is_ready_nobody_is_told_of_anybody() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.tick()
+    cluster.launcher.engines[0].become_ready()
+    cluster.launcher.ingresses[0].become_ready()
+    cluster.tick()
+    assert cluster.launcher.engines[0].told == []
+    assert cluster.launcher.ingresses[0].told == [(None, [], b"f")], "no engine, as yet"
+
+
 def test_an_engine_that_dies_is_replaced_under_a_new_name_after_a_pause() -> None:
     cluster = Cluster()
     cluster.all_ready()
@@ -550,6 +600,20 @@ def test_a_start_that_fails_is_tried_again_and_said() -> None:
     )
     cluster.tick(after_s=1.0)
     assert len(cluster.launcher.engines) == 2
+
+
+def test_what_went_wrong_is_said_in_a_line_that_people_read() -> None:
+    cluster = Cluster(num_engines=1)
+    cluster.all_ready()
+    cluster.tick(after_s=1.0)
+    said = "The actor is dead: End of file. " + "Some common causes include: " + "the OOM killer, or " * 30
+    cluster.launcher.engines[0].pings[0].set_exception(RuntimeError(said))
+    cluster.tick()
+    (trouble,) = cluster.supervisor.status().troubles
+    assert trouble.startswith(
+        "engine 0 of m: RuntimeError: The actor is dead: End of file. Some common causes"
+    )
+    assert trouble.endswith(" …") and len(trouble) < 300
 
 
 def test_teardown_stops_the_front_door_and_kills_everything() -> None:

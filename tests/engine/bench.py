@@ -115,13 +115,14 @@ class Bench:
 
         The stores are asked for what they have of it.
         """
-        sources = self.stores.sources(self.keys(prompt, more.get("cache_salt", "")))
+        so_far = more.get("output_token_ids", ())
+        sources = self.stores.sources(self.keys([*prompt, *so_far], more.get("cache_salt", "")))
         self.submit(a_request(name, prompt, max_tokens, **{"sources": sources, **more}))
         while self.engine.has_work:
             self.carrier.run()
             self.step()
         self.carrier.run()
-        assert self.tokens[name] == generate(prompt, max_tokens), "whatever was cached"
+        assert [*so_far, *self.tokens[name]] == generate(prompt, max_tokens), "whatever was cached"
         return self.cached[name]
 
     def keys(self, tokens: Sequence[int], salt: str = "") -> list[BlockKey]:

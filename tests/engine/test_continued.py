@@ -1,12 +1,17 @@
 """A request that another engine has begun: what is left of it is computed as if there had been one engine."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.actors.messages import ErrorKind, FinishReason, SamplingParams
+from shoal.actors.messages import ErrorKind, FinishReason, SamplingParams, StoreId
+from shoal.kvstore.block_hash import segment_key
+from shoal.kvstore.boundary import BoundaryRule
 from tests.engine.bench import Bench, a_request, benches
 from tests.fake_runner import VOCABULARY, generate, logprob
+from tests.fake_store import OTHER, OWN, view
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -85,3 +90,44 @@ def test_each_goes_on_as_it_would_have_gone_on_alone(
         assert bench.tokens[str(i)] == generate(prompt, 12)[num_received:]
         assert len(bench.prompt_logprobs[str(i)]) == (10 if logprobs and not num_received else 0)
     assert bench.drained()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    shape=st.fixed_dictionaries(
+        {
+            "block_size": st.sampled_from([3, 4, 7]),
+            "window": st.sampled_from([None, 1, 5, 9]),
+            "num_dropped": st.integers(0, 2),
+            "num_segments": st.integers(0, 20),
+        }
+    ),
+    copies=st.lists(st.sampled_from(["none", "begins", "ends", "all end"]), min_size=8, max_size=40),
+    own=st.sampled_from([OWN, OTHER]),
+)
+def test_case_54_whatever_the_stores_have_of_it_is_not_computed_again(
+    *, shape: dict[str, Any], copies: list[str], own: StoreId
+) -> None:
+    """Its engine died in the middle of a copy, or behind on many; the next is on its node or another."""
+    first = Bench(num_blocks=40, view=view(), **shape)
+    first.submit(a_request("a", PROMPT, 50))
+    for copy in copies:
+        first.step()
+        if copy == "begins":
+            first.carrier.take(max_bytes=3)
+        elif copy == "ends" and first.carrier.saving:
+            first.carrier.save()
+        elif copy == "all end":
+            first.carrier.run()
+    tokens = [*PROMPT, *first.tokens["a"]]
+    second = Bench(num_blocks=40, view=view(own=own), stores=first.stores, **shape)
+    keys, saved = second.keys(tokens), first.stores.has[OWN]
+    num_saved = next((i for i, key in enumerate(keys) if key not in saved), len(keys))
+    num_usable = min(num_saved, (len(tokens) - 1) // second.block_size)
+    rule = second.rule or BoundaryRule()
+    resume = rule.furthest(num_usable, lambda i: segment_key(keys[i]) in saved)
+    num_cached = second.serve("a", PROMPT, 50, output_token_ids=tuple(first.tokens["a"]))
+    assert num_cached == resume.start * second.block_size
+    if not rule.num_segments and not rule.num_recomputed:
+        unsaved = (len(tokens) - 1) // second.block_size - num_usable
+        assert len(tokens) - num_cached <= (1 + unsaved) * second.block_size

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ray.exceptions import ActorDiedError
@@ -23,9 +23,12 @@ from shoal.actors.messages import (
     TokenBatch,
     TokenChunk,
 )
+from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.messages import Found, StoreId
 from shoal.kvstore.outstanding import Outstanding
 from tests.fake_runner import generate, logprob
 
+NOTHING_FOUND = Found(blocks=(), segments=())
 NOTHING = Outstanding(counts={"of any kind": 0})
 
 
@@ -51,6 +54,27 @@ class Ref:
         return asyncio.wrap_future(self.future()).__await__()
 
 
+class Unanswered(Ref):
+    """A call whose answer is late: it comes when a test says so."""
+
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
+
+    def future(self) -> Future[Any]:
+        """Another for each who waits: one that gives up cancels its own."""
+        waiting: Future[Any] = Future()
+
+        def come(_: Future[Any]) -> None:
+            if not waiting.cancelled():
+                waiting.set_result(None)
+
+        self._future.add_done_callback(come)
+        return waiting
+
+    def settle(self) -> None:
+        self._future.set_result(None)
+
+
 @dataclass
 class Method:
     call: Callable[..., object]
@@ -64,6 +88,7 @@ class FakeEngine:
     submitted: list[EngineRequest] = field(default_factory=list)
     aborted: list[tuple[object, ...]] = field(default_factory=list)
     num_streams: int = 0
+    store_id: StoreId | None = None
     opens: bool = True
     """Whether its streams begin with an empty batch at once."""
     submit_error: Exception | None = None
@@ -84,12 +109,12 @@ class FakeEngine:
     async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
         self.num_streams += 1
         if self.opens:
-            yield Ref(TokenBatch(chunks=()))
+            yield Ref(TokenBatch(chunks=(), store_id=self.store_id))
         while True:
             item = await self.outbox.get()
             if isinstance(item, Exception):
                 raise item
-            yield Ref(item)
+            yield Ref(replace(item, store_id=self.store_id))
 
     def _submit(self, ingress_id: IngressId, request: EngineRequest) -> Ref:
         self.submitted.append(request)
@@ -163,7 +188,7 @@ class FakeRouter:
         self.error: Exception | Never | None = None
         self.asked: list[PlacementRequest] = []
         self.sources: tuple[PrefixSource, ...] = ()
-        self.says: dict[str, Any] = {}
+        self.says: dict[str, Any] = {"fingerprints": frozenset({b""})}
         """What else is in its replies."""
         self.engines = engines
 
@@ -181,10 +206,18 @@ class FakeStore:
     engine: FakeEngine | None = None
     """Must have been reset by then, or it would save its prefixes anew."""
     num_resets: int = 0
+    found: Found | Exception | Never = NOTHING_FOUND
+    """Whatever it is asked for."""
+    asked: list[tuple[BlockKey, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset = Method(self._reset)
+        self.find = Method(self._find)
         self.outstanding = Method(lambda: Ref(NOTHING))
+
+    def _find(self, keys: tuple[BlockKey, ...]) -> Ref:
+        self.asked.append(keys)
+        return Ref(self.found)
 
     def _reset(self) -> Ref:
         assert self.engine is None or self.engine.num_resets

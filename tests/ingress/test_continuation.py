@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from shoal.actors.ingress.attempts import MAX_LOSSES, RESUME_DEADLINE_S
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.links import CALL_DEADLINE_S, HUNG_AFTER_S
+from shoal.actors.ingress.stores import FIND_DEADLINE_S
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     EngineId,
@@ -18,14 +20,26 @@ from shoal.actors.messages import (
     ErrorKind,
     FinishReason,
     IngressId,
+    PrefixSource,
     RequestId,
+    StoreId,
     TokenBatch,
     TokenChunk,
     TokenLogprob,
 )
 from shoal.kvstore.block_hash import extend_keys, root_key
+from shoal.kvstore.messages import Found
 from tests.fake_runner import generate
-from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter, Method, Ref
+from tests.ingress.fake_actors import (
+    DrawingEngine,
+    FakeEngine,
+    FakeRouter,
+    FakeStore,
+    Method,
+    Never,
+    Ref,
+    Unanswered,
+)
 from tests.ingress.test_streams import (
     BLOCK_SIZE,
     REQUEST,
@@ -297,3 +311,143 @@ async def _each_attempt_says_how_it_was_placed() -> None:
 
 def test_each_attempt_says_how_it_was_placed() -> None:
     run(_each_attempt_says_how_it_was_placed())
+
+
+SOURCES = (PrefixSource(store_id=StoreId("far"), first=0, end=1),)
+"""What the router names."""
+
+
+async def _what_its_store_has(
+    store: FakeStore, expected: tuple[PrefixSource, ...], *, takes_s: float = 0.0
+) -> None:
+    first, second = DrawingEngine(lives_for=4, store_id=NEAR), DrawingEngine()
+    streams, router = some_streams(), FakeRouter(A, B)
+    router.sources = SOURCES
+    await streams.introduce(router, {A: first, B: second}, {NEAR: store, StoreId("far"): FakeStore()}, b"f")
+    began = asyncio.get_running_loop().time()
+    chunks = await all_chunks(streams, REQUEST, tuple(extend_keys(ROOT, PROMPT, BLOCK_SIZE)))
+    assert tokens_of(chunks) == generate(PROMPT, 9)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(takes_s, abs=0.01)
+    (asked,) = store.asked
+    assert asked == tuple(extend_keys(ROOT, [*PROMPT, *generate(PROMPT, 4)], BLOCK_SIZE))
+    assert [request.sources for request in (*first.submitted, *second.submitted)] == [SOURCES, expected]
+
+
+NEAR = StoreId("near")
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "takes_s"),
+    [
+        (Found(blocks=(0, 1), segments=()), (PrefixSource(store_id=NEAR, first=0, end=2),), 0.0),
+        (
+            Found(blocks=(0, 2), segments=(1, 2)),
+            (
+                PrefixSource(store_id=NEAR, first=0, end=1),
+                PrefixSource(store_id=NEAR, first=2, end=3),
+                PrefixSource(store_id=NEAR, first=0, end=0, segments=(1, 2)),
+            ),
+            0.0,
+        ),
+        (Found(blocks=(), segments=()), (), 0.0),
+        (ActorDiedError(), (), 0.0),
+        (Never(), (), FIND_DEADLINE_S),
+    ],
+    ids=["all of it", "in pieces", "nothing", "dead", "hung"],
+)
+def test_the_next_engine_is_told_what_the_last_ones_store_has_beside_what_the_router_knows(
+    found: Found | Exception | Never, expected: tuple[PrefixSource, ...], takes_s: float
+) -> None:
+    run(_what_its_store_has(FakeStore(found=found), (*expected, *SOURCES), takes_s=takes_s))
+
+
+async def _two_that_saved_in_different_stores() -> None:
+    here, there = StoreId("here"), StoreId("there")
+    engines = [DrawingEngine(lives_for=life, store_id=s) for life, s in ((4, here), (2, there), (9, None))]
+    actors = {EngineId(f"engine-{i}"): engine for i, engine in enumerate(engines)}
+    stores = {s: FakeStore(found=Found(blocks=(i,), segments=())) for i, s in enumerate((here, there))}
+    streams = some_streams()
+    await streams.introduce(FakeRouter(*actors), actors, stores, b"f")
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+    assert [engine.submitted[0].sources for engine in engines] == [
+        (),
+        (PrefixSource(store_id=here, first=0, end=1),),
+        (PrefixSource(store_id=here, first=0, end=1), PrefixSource(store_id=there, first=1, end=2)),
+    ]
+
+
+def test_an_answer_is_gathered_from_wherever_its_engines_saved_it() -> None:
+    run(_two_that_saved_in_different_stores())
+
+
+async def _a_store_that_is_gone() -> None:
+    streams, second = some_streams(), DrawingEngine()
+    engines = {A: DrawingEngine(lives_for=4, store_id=NEAR), B: second}
+    await streams.introduce(FakeRouter(A, B), engines, {}, b"f")
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+    assert second.submitted[0].sources == ()
+
+
+def test_a_store_that_is_no_longer_named_is_not_asked() -> None:
+    run(_a_store_that_is_gone())
+
+
+async def _streams_break_but_engines_live() -> None:
+    engines = [DrawingEngine(lives_for=4)] + [FakeEngine() for _ in range(2 * MAX_LOSSES)]
+    for engine in engines[1:]:
+        engine.answer.append(ActorUnavailableError("a blip of the network", None))
+    actors = {EngineId(f"engine-{i:02}"): engine for i, engine in enumerate([*engines, DrawingEngine()])}
+    streams = some_streams()
+    await streams.introduce(FakeRouter(*actors), actors, {})
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+
+
+def test_engines_whose_streams_merely_break_are_not_counted_as_killed() -> None:
+    run(_streams_break_but_engines_live())
+
+
+async def _a_hung_engine() -> None:
+    """It has taken requests before, and its stream is open, but it answers no submit any more."""
+    hung, idle, router = FakeEngine(), DrawingEngine(), FakeRouter(A, B)
+    streams, now = some_streams(), asyncio.get_running_loop().time
+    await streams.introduce(router, {A: hung, B: idle}, {})
+    await asyncio.sleep(0.1)
+    answers, answer = hung.submit, Unanswered()
+    hung.submit = Method(lambda _, request: answers.call(_, request) and answer)
+    began = now()
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+    assert now() - began == pytest.approx(HUNG_AFTER_S, abs=0.01)
+    assert [aborted[:2] for aborted in hung.aborted] == [("r", 1)]
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+    assert len(hung.submitted) == 1 and A in router.asked[-1].exclude, "nobody else waits for it"
+    answer.settle()
+    await asyncio.sleep(0.01)
+    hung.submit = answers
+    hung.say(7, end=FinishReason.LENGTH)
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == [7]
+
+
+def test_a_hung_engine_costs_its_first_request_some_seconds_and_the_next_ones_nothing() -> None:
+    run(_a_hung_engine())
+
+
+async def _everybody_is_slow() -> None:
+    """As where a machine stands still for a while: whoever is last is given the time that it takes."""
+    engines = {A: FakeEngine(), B: FakeEngine()}
+    answer = Unanswered()
+    for engine in engines.values():
+        engine.submit = Method(lambda *_: answer)
+    streams = some_streams()
+    await streams.introduce(FakeRouter(A, B), engines, {})
+    asked = asyncio.ensure_future(all_chunks(streams, REQUEST, ()))
+    await asyncio.sleep(HUNG_AFTER_S + CALL_DEADLINE_S / 2)
+    answer.settle()
+    for token, attempt in ((66, 1), (7, 2)):
+        engines[B].answer.clear()
+        engines[B].say(token, attempt=attempt, end=FinishReason.LENGTH)
+        engines[B].outbox.put_nowait(engines[B].answer[0])
+    assert tokens_of(await asked) == [7], "and who was given up is not heard"
+
+
+def test_where_all_are_late_the_last_is_waited_for() -> None:
+    run(_everybody_is_slow())

@@ -419,7 +419,8 @@ def test_a_router_that_was_just_restarted_is_given_a_moment_to_hear_of_the_engin
     run(_a_router_that_knows_nobody_yet())
 
 
-KNOWN = {"fingerprint": b"f"}
+KNOWN = {"fingerprints": frozenset({b"f"})}
+MIXED = {"fingerprints": frozenset({b"f", b"of other kernels"})}
 
 
 async def _what_a_placement_goes_by(
@@ -442,11 +443,16 @@ async def _what_a_placement_goes_by(
         (KNOWN, REQUEST, KEYS, PlacedBy.LOAD),
         ({**KNOWN, "is_up_to_date": False}, REQUEST, KEYS, PlacedBy.STALE_INDEX),
         (KNOWN, REQUEST, (), PlacedBy.NO_KEYS),
-        ({"fingerprint": b"of other kernels"}, REQUEST, KEYS, PlacedBy.NO_KEYS),
+        ({"fingerprints": frozenset({b"of other kernels"})}, REQUEST, KEYS, PlacedBy.NO_KEYS),
+        (MIXED, REQUEST, KEYS, PlacedBy.NO_KEYS),
+        ({**MIXED, "hit_tokens": 2}, REQUEST, KEYS, PlacedBy.PREFIX),
         (KNOWN, replace(REQUEST, prompt_token_ids=(1, 2)), (), PlacedBy.LOAD),
         (KNOWN, replace(REQUEST, prompt_logprobs=0), (), PlacedBy.LOAD),
     ],
-    ids=["hit", "hit, stale", "none", "stale", "no keys", "other fingerprint", "one block", "scored"],
+    ids=[
+        *("hit", "hit, stale", "none", "stale", "no keys", "other fingerprint", "mixed", "mixed, hit"),
+        *("one block", "scored"),
+    ],
 )
 def test_case_14_a_placement_that_may_have_overlooked_a_prefix_is_called_blind(
     says: dict[str, Any], request_: EngineRequest, keys: tuple[BlockKey, ...], expected: PlacedBy

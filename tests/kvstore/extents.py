@@ -5,7 +5,7 @@ Path "a:b" branches off path "a" behind its first block.
 
 from collections.abc import Sequence
 
-from shoal.kvstore.block_hash import BlockKey
+from shoal.kvstore.block_hash import BlockKey, segment_key
 from shoal.kvstore.messages import Extent, StoredEntry
 from shoal.kvstore.store import ENTRY_BYTES
 
@@ -34,7 +34,7 @@ def segments(
 
 
 def segment(path: str, index: int) -> BlockKey:
-    return BlockKey(b"segment of " + block(path, index))
+    return segment_key(block(path, index))
 
 
 def _extent(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.messages import Extent, StoredEntry
+from shoal.kvstore.messages import Extent, Found, StoredEntry
 from shoal.kvstore.store import ENTRY_BYTES, KVStore
 from tests.kvstore.extents import UNIT, block, blocks, segment, segments
 
@@ -38,6 +38,7 @@ def test_an_extent_is_found_when_it_is_whole_and_not_before() -> None:
     store = a_store(8)
     wanted = store.put_start(blocks("a", 0, 3))
     assert wanted is not None and store.read([block("a", 0)]).extents == ()
+    assert store.find([block("a", 0)]) == Found(blocks=(), segments=())
     store.put_end(wanted.extent_id, "bytes")
     (found,) = store.read([block("a", 1), block("a", 2), block("a", 7)]).extents
     assert found.ticket == "bytes"
@@ -46,6 +47,15 @@ def test_an_extent_is_found_when_it_is_whole_and_not_before() -> None:
         (block("a", 2), 2 * (UNIT - ENTRY_BYTES)),
     ]
     store.check()
+
+
+def test_to_be_asked_what_is_here_is_no_use_of_it() -> None:
+    store, asked = a_store(3), [block("a", 0), block("a", 1), block("c", 0)]
+    for extent in (blocks("a", 0, 1), segments("a", [0]), blocks("c", 0, 1)):
+        put(store, extent)
+    assert store.find(asked) == Found(blocks=(0, 2), segments=(0,))
+    put(store, blocks("d", 0, 2))
+    assert store.find(asked) == Found(blocks=(2,), segments=()), "the least recently used went all the same"
 
 
 def test_only_what_is_not_here_is_wanted_and_it_closes_up() -> None:

@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent
 from shoal.kvstore.store import KVStore, cost
-from tests.kvstore.extents import UNIT, block, blocks, segments
+from tests.kvstore.extents import UNIT, block, blocks, segment, segments
 
 BUDGET = 6
 LEASE_S = 10.0
@@ -63,6 +63,11 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(path=paths, first=indices, length=st.integers(1, 5))
     def read(self, path: str, first: int, length: int) -> None:
         wanted = [block(path, i) for i in range(first, first + length)]
+        here = self.store.find(wanted)
+        assert [wanted[i] for i in here.blocks] == [key for key in wanted if key in self.store]
+        assert [first + i for i in here.segments] == [
+            i for i in range(first, first + length) if segment(path, i) in self.store
+        ]
         reading = self.store.read(wanted)
         found = [entry.key for extent in reading.extents for entry in extent.entries]
         assert sorted(found) == sorted(key for key in wanted if key in self.store)
