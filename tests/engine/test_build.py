@@ -1,13 +1,15 @@
 """From a configuration to an engine, on a tiny model."""
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from shoal.actors.engine import build
+from shoal.actors.engine import fingerprint as fingerprints
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.fingerprint import fingerprint
+from shoal.actors.engine.fingerprint import digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
 from shoal.kernels.library import KernelsUnavailable
@@ -124,3 +126,30 @@ def test_a_fingerprint_names_all_that_keys_and_values_depend_on(tmp_path: Path) 
         fingerprint(replace(config, kv_cache_dtype="bfloat16"), numerics_id="n"),
     ]
     assert len({here, *different}) == 1 + len(different)
+    assert here == fingerprint(config, numerics_id="n", weights=digest_weights(config)), "asked beforehand"
+
+
+def test_weights_are_digested_in_pieces_of_a_fixed_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read at a time: else a fingerprint would change with it."""
+    monkeypatch.setattr(fingerprints, "_PIECE_BYTES", 5)
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 2)
+    (tmp_path / "model.safetensors").write_bytes(b"0123456789ab")
+    assert digest_weights(a_config(tmp_path)) == tuple(
+        sha256(piece).digest() for piece in (b"01234", b"56789", b"ab")
+    )
+
+
+@pytest.mark.parametrize(
+    ("windows", "num"),
+    [((None, None, None), 1), ((24, 24, None, 24), 3), ((None, 24), 2)],
+    ids=["one kind", "gemma", "the last is another"],
+)
+def test_a_rehearsal_has_a_layer_of_each_kind(windows: tuple[int | None, ...], num: int) -> None:
+    assert build._num_of_each_kind(windows) == num
+
+
+def test_a_build_says_what_took_how_long(tmp_path: Path) -> None:
+    built = build.build_engine(a_config(tiny_llama(tmp_path)))
+    assert [phase for phase, _ in built.took_s] == ["weights", "fingerprint", "rehearsal", "pools"]
