@@ -85,6 +85,7 @@ class ServeOptions:
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     took = StartTime(time.monotonic, before_s=process_age_s())
+    took.until_here("command")
     checkpoint = resolve_model(options.model, revision=options.revision)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
@@ -96,7 +97,7 @@ def serve(options: ServeOptions, console: Console) -> None:
     )
     # A wrong limit is refused before Ray is started.
     _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
-    took.until_here("command")
+    took.until_here("model")
     with _connected(options) as dashboard_url, _stop_signal() as stop:
         took.until_here("Ray")
         if options.kv_store_bytes:
