@@ -5,13 +5,18 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from shoal.actors.engine import build
 from shoal.actors.engine import fingerprint as fingerprints
 from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.fingerprint import digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
+from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
+from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.boundary import BoundaryRule
 from tests.checkpoints import tiny_llama, tiny_mistral
@@ -148,6 +153,33 @@ def test_weights_are_digested_in_pieces_of_a_fixed_size(
 )
 def test_a_rehearsal_has_a_layer_of_each_kind(windows: tuple[int | None, ...], num: int) -> None:
     assert build._num_of_each_kind(windows) == num
+
+
+def test_a_rehearsal_computes_its_layers_as_the_model_does(tmp_path: Path) -> None:
+    checkpoint, backend = tiny_llama(tmp_path), CpuBackend(1)
+    loaded = build.load_model(checkpoint, backend, max_model_len=32)
+    layout = loaded.layout(block_size=16, dtype="float32", max_model_len=32)
+    plan = build._rehearsal(a_config(checkpoint, max_model_len=32), [(0, 5)])
+
+    def rows_written(num_layers: int) -> Tensor:
+        memory = DeviceMemory(layout, num_blocks=1, max_rows=8, device=build.DEVICE)
+        memory.blocks.zero_()
+        runner = ModelRunner(
+            loaded.decoder(backend, max_rows=8, max_logits=1),
+            memory,
+            TokenRows(num_rows=2, max_model_len=32, block_size=16, device=build.DEVICE),
+            backend,
+            build.DEVICE,
+            max_logits=1,
+            vocab_size=512,
+            num_layers=num_layers,
+        )
+        runner.prepare(plan)()
+        return memory.blocks
+
+    one, both = rows_written(1), rows_written(2)
+    assert torch.equal(one[:, 0], both[:, 0]) and one[:, 0].any()
+    assert both[:, 1].any() and not one[:, 1].any(), "and computes no others"
 
 
 def test_a_build_says_what_took_how_long(tmp_path: Path) -> None:
