@@ -87,11 +87,11 @@ class EngineActor:
     async def _start(self) -> EngineInfo:
         stopwatch = Stopwatch(time.monotonic)
         # Beside the imports, which have the GIL: hashing needs neither that nor torch.
-        digests = ThreadPoolExecutor(1).submit(digest_weights, self._config)
+        digest = ThreadPoolExecutor(1).submit(digest_weights, self._config)
         from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
 
         stopwatch.lap("imports")
-        built = await asyncio.to_thread(build_engine, self._config, digests)
+        built = await asyncio.to_thread(build_engine, self._config, digest)
         self._stalled_after_s = max(LEAST_STALL_S, STALL_STEPS * built.largest_step_s)
         self._events = asyncio.get_running_loop()
         self._built = built

@@ -15,7 +15,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.engine import Engine
-from shoal.actors.engine.fingerprint import fingerprint
+from shoal.actors.engine.fingerprint import WeightsDigest, fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.model_layout import ModelLayout, model_layout
 from shoal.actors.engine.models.choose import lean_model, numerics
@@ -149,10 +149,10 @@ def _load_library(
     )
 
 
-def build_engine(config: EngineConfig, digests: "Future[tuple[bytes, ...]] | None" = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = None) -> BuiltEngine:
     """Load the checkpoint and divide the memory.
 
-    digests: what `digest_weights` says, if somebody asks it meanwhile.
+    digest: what `digest_weights` says, if somebody asks it meanwhile.
 
     Raises ValueError (UnsupportedModel, NotEnoughMemory) with a message for the operator.
     """
@@ -190,7 +190,7 @@ def build_engine(config: EngineConfig, digests: "Future[tuple[bytes, ...]] | Non
         )
 
     stopwatch.lap("weights")
-    weights_digests = None if digests is None else digests.result()  # before anybody measures memory
+    weights = None if digest is None else digest.result()  # it reads no more where memory is measured
     stopwatch.lap("fingerprint")
     num_layers, num_rehearsed = len(loaded.config.windows), loaded.num_rehearsed_layers
     rehearse = partial(
@@ -228,7 +228,7 @@ def build_engine(config: EngineConfig, digests: "Future[tuple[bytes, ...]] | Non
     root = fingerprint(
         config,
         numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}",
-        weights=weights_digests,
+        weights=weights,
     )
     rates = Rates(lambda: runner.tokens_per_s, time.monotonic)
     stores = StoreView(

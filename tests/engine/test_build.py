@@ -134,6 +134,20 @@ def test_a_fingerprint_names_all_that_keys_and_values_depend_on(tmp_path: Path) 
     assert here == fingerprint(config, numerics_id="n", weights=digest_weights(config)), "asked beforehand"
 
 
+def test_a_digest_of_weights_that_have_changed_since_is_made_anew(tmp_path: Path) -> None:
+    checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
+    weights, elsewhere = checkpoint / "model.safetensors", tmp_path / "model.safetensors"
+    config = a_config(checkpoint)
+    here, there = fingerprint(config, numerics_id="n"), fingerprint(a_config(other), numerics_id="n")
+    weights.rename(elsewhere)
+    nothing = digest_weights(config)
+    elsewhere.rename(weights)
+    assert fingerprint(config, numerics_id="n", weights=nothing) == here, "they have come since"
+    old = digest_weights(config)
+    (other / "model.safetensors").replace(weights)
+    assert fingerprint(config, numerics_id="n", weights=old) == there, "they were replaced"
+
+
 def test_weights_are_digested_in_pieces_of_a_fixed_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,7 +155,7 @@ def test_weights_are_digested_in_pieces_of_a_fixed_size(
     monkeypatch.setattr(fingerprints, "_PIECE_BYTES", 5)
     monkeypatch.setattr(fingerprints, "_READ_BYTES", 2)
     (tmp_path / "model.safetensors").write_bytes(b"0123456789ab")
-    assert digest_weights(a_config(tmp_path)) == tuple(
+    assert digest_weights(a_config(tmp_path)).pieces == tuple(
         sha256(piece).digest() for piece in (b"01234", b"56789", b"ab")
     )
 
