@@ -26,12 +26,15 @@ ROUTER, INGRESS_PREFIX, ENGINE_PREFIX, STORE_PREFIX = "router", "ingress-", "eng
 class RayProcess:
     """One actor. Every call returns at once; its outcome is a future."""
 
-    def __init__(self, process_id: str, actor: Any) -> None:
+    def __init__(self, process_id: str, actor: Any, on_start: Callable[[], None]) -> None:
         self.process_id = process_id
         self.actor = actor
+        self._on_start = on_start
 
     def start(self) -> Future[Any]:
-        return _then(self.actor.start.remote().future(), lambda info: info)
+        started = _then(self.actor.start.remote().future(), lambda info: info)
+        started.add_done_callback(lambda _: self._on_start())
+        return started
 
     def ping(self) -> Future[bool]:
         return _then(self.actor.ping.remote().future(), lambda _: True)
@@ -95,44 +98,50 @@ class RayIngress(RayProcess):
 
 
 class RayLauncher:
-    def __init__(self, spec: ClusterSpec) -> None:
+    """on_start: called on any thread when one of its processes has started, or cannot."""
+
+    def __init__(self, spec: ClusterSpec, on_start: Callable[[], None]) -> None:
         self._spec = spec
+        self._on_start = on_start
 
     def engine(self, index: int) -> RayEngine:
         name = _new_name(f"{ENGINE_PREFIX}{index}-")
         config = self._spec.engine
         options = {"num_cpus": config.threads, "memory": config.memory_bytes}
-        return RayEngine(name, self._launch(name, EngineActor, options, EngineId(name), config))
+        return RayEngine(
+            name, self._launch(name, EngineActor, options, EngineId(name), config), self._on_start
+        )
 
     def store(self, node: str) -> RayStore:
         name = _new_name(_store_prefix(node))
         budget = store_budget(self._spec.kv_store_bytes, object_store_bytes().get(node, 0))
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here}
-        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
+        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget), self._on_start)
 
     def router(self) -> RayRouter:
         args = (self._spec.engine.block_size, self._spec.routing_policy)
-        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args))
+        return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args), self._on_start)
 
     def ingress(self, index: int) -> RayIngress:
         name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]
-        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http))
+        actor = self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http)
+        return RayIngress(name, actor, self._on_start)
 
     def adopt_engines(self) -> list[RayEngine]:
-        return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]
+        return [RayEngine(name, actor, self._on_start) for name, actor in self._find_all(ENGINE_PREFIX)]
 
     def adopt_router(self) -> RayRouter | None:
         actor = self._find(ROUTER)
-        return None if actor is None else RayRouter(ROUTER, actor)
+        return None if actor is None else RayRouter(ROUTER, actor, self._on_start)
 
     def adopt_ingress(self, index: int) -> RayIngress | None:
         name = f"{INGRESS_PREFIX}{index}"
         actor = self._find(name)
-        return None if actor is None else RayIngress(name, actor)
+        return None if actor is None else RayIngress(name, actor, self._on_start)
 
     def adopt_stores(self) -> list[RayStore]:
-        return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX)]
+        return [RayStore(name, actor, self._on_start) for name, actor in self._find_all(STORE_PREFIX)]
 
     def _launch(self, name: str, actor_class: type, options: Mapping[str, Any], *args: Any) -> Any:
         # The supervisor decides about restarts, so Ray makes none.

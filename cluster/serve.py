@@ -19,17 +19,17 @@ from ray.util import list_named_actors
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.models.choose import lean_model, model_config
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
+from shoal.cluster.readings import Reading, Readings
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.start_time import StartTime, process_age_s
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 from shoal.kvstore.layout import KVDtype
@@ -38,7 +38,7 @@ from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
-POLL_S = 0.5
+POLL_S, STARTING_POLL_S = 0.5, 0.1
 MAX_PORT = 65535
 SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
@@ -84,6 +84,8 @@ class ServeOptions:
 
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+    took = StartTime(time.monotonic, before_s=process_age_s())
+    took.until_here("command")
     checkpoint = resolve_model(options.model, revision=options.revision)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
@@ -95,7 +97,9 @@ def serve(options: ServeOptions, console: Console) -> None:
     )
     # A wrong limit is refused before Ray is started.
     _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
+    took.until_here("model")
     with _connected(options) as dashboard_url, _stop_signal() as stop:
+        took.until_here("Ray")
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
         spec = _spec(options, model, lean, _share_of_an_engine(options))
@@ -107,14 +111,22 @@ def serve(options: ServeOptions, console: Console) -> None:
                 supervisor,
                 stop,
                 lambda trouble: console.print(trouble, highlight=False, soft_wrap=True),
-                lambda status: _announce(status, spec, dashboard_url, console),
+                took,
+                lambda status: _announce(status, spec, dashboard_url, took, console),
             )
             console.print("stopping")
 
 
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
     """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
-    hf, wanted = load_config(checkpoint), options.max_model_len
+    wanted, kept = options.max_model_len, Readings.from_environment()
+    if not options.num_dropped_layers and (reading := kept.find(checkpoint, wanted)):
+        return reading.max_model_len, reading.lean
+    # These import torch, and load_config transformers.
+    from shoal.actors.engine.models.choose import lean_model, model_config  # noqa: PLC0415
+    from shoal.cluster.footprint import Limits, footprint  # noqa: PLC0415
+
+    hf = load_config(checkpoint)
     model_config(hf)
     limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
@@ -122,7 +134,9 @@ def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanMode
     max_model_len = wanted or usual_length(hf)
     if options.num_dropped_layers:
         footprint(hf, Limits(max_model_len=max_model_len, num_dropped_layers=options.num_dropped_layers))
-    return max_model_len, lean_model(hf, max_model_len)
+    if lean := lean_model(hf, max_model_len):
+        kept.keep(checkpoint, wanted, Reading(max_model_len=max_model_len, lean=lean))
+    return max_model_len, lean
 
 
 @contextmanager
@@ -296,6 +310,7 @@ def _watch(
     supervisor: Any,
     stop: threading.Event,
     say: Callable[[str], None],
+    took: StartTime,
     on_ready: Callable[[ClusterStatus], None],
 ) -> None:
     """Renew the lease until told to stop; say what goes wrong, and when the cluster becomes ready.
@@ -308,7 +323,7 @@ def _watch(
     stores: set[StoreId] = set()
     has_spoken, heard = False, time.monotonic()
     waiting_since = heard
-    while not stop.wait(POLL_S):
+    while not stop.wait(POLL_S if announced else STARTING_POLL_S):
         try:
             _call(supervisor.renew_lease)
             status: ClusterStatus = _call(supervisor.status)
@@ -336,12 +351,19 @@ def _watch(
             if store.store_id not in stores:
                 stores.add(store.store_id)
                 say(f"{store.store_id}: {format_size(store.budget_bytes)} of host memory for prefixes")
-        if status.ready and not announced:
+        if announced:
+            continue
+        if all(status.engines):
+            took.until_engines(status.engines)
+        if status.ready:
             announced = True
+            took.until_here("front door")
             on_ready(status)
 
 
-def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
+def _announce(
+    status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, took: StartTime, console: Console
+) -> None:
     for engine in status.engines:
         assert engine is not None
         console.print(
@@ -352,6 +374,7 @@ def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | Non
     console.print(
         f"model: {spec.model.name} (context {spec.model.max_model_len})", highlight=False, soft_wrap=True
     )
+    console.print(took.describe(), highlight=False, soft_wrap=True)
     for ingress in status.ingresses:
         assert ingress is not None
         console.print(f"ready: {ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")

@@ -22,8 +22,9 @@ class SupervisorActor:
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._lock = threading.Lock()
+        self._started = threading.Event()  # somebody has; who waits for that need not wait for the next tick
         self._supervisor = Supervisor(
-            RayLauncher(spec),
+            RayLauncher(spec, on_start=self._started.set),
             num_engines=spec.num_engines,
             num_ingresses=spec.num_ingresses,
             with_stores=spec.kv_store_bytes != 0,
@@ -52,19 +53,22 @@ class SupervisorActor:
 
     def _run(self) -> None:
         try:
-            self._tick()
-            while not self._stopped.wait(TICK_S):
+            while not self._stopped.is_set():
                 self._tick()
+                due = time.monotonic() + TICK_S
+                while self._started.wait(due - time.monotonic()):
+                    self._started.clear()
+                    self._tick(early=True)
         except BaseException:
             logger.critical("supervisor broken; ending the process for Ray to restart it", exc_info=True)
             logging.shutdown()
             os._exit(1)
 
-    def _tick(self) -> None:
+    def _tick(self, *, early: bool = False) -> None:
         with self._lock:
             if self._stopped.is_set():
                 return
-            self._supervisor.tick()
+            self._supervisor.tick(early=early)
             expired = self._supervisor.lease_expired
         if expired:
             self.teardown()
