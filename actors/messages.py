@@ -298,6 +298,8 @@ class EngineInfo:
     block_bytes: int = 0
     segment_bytes: int = 0
     """What a block and a state segment take."""
+    took_s: tuple[tuple[str, float], ...] = ()
+    """(phase, seconds) of its start, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

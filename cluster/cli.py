@@ -119,7 +119,8 @@ def serve(
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
     from shoal.cluster.autoscaler import AutoscalingConfig  # noqa: PLC0415
-    from shoal.cluster.serve import ServeError, ServeOptions, serve  # noqa: PLC0415
+    from shoal.cluster.lifecycle import ServeError  # noqa: PLC0415
+    from shoal.cluster.serve import ServeOptions, serve  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
     from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
 

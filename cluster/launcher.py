@@ -30,12 +30,15 @@ NODE_ID_LABEL = "ray.io/node-id"
 class RayProcess:
     """One actor. Every call returns at once; its outcome is a future."""
 
-    def __init__(self, process_id: str, actor: Any) -> None:
+    def __init__(self, process_id: str, actor: Any, on_start: Callable[[], None]) -> None:
         self.process_id = process_id
         self.actor = actor
+        self._on_start = on_start
 
     def start(self) -> Future[Any]:
-        return _then(self.actor.start.remote().future(), lambda info: info)
+        started = _then(self.actor.start.remote().future(), lambda info: info)
+        started.add_done_callback(lambda _: self._on_start())
+        return started
 
     def ping(self) -> Future[bool]:
         return _then(self.actor.ping.remote().future(), lambda _: True)
@@ -50,8 +53,10 @@ class RayProcess:
 class RayEngine(RayProcess):
     """In a placement group of its own: what waits for room there makes Ray's autoscaler add a node."""
 
-    def __init__(self, process_id: str, actor: Any, group: PlacementGroup | None) -> None:
-        super().__init__(process_id, actor)
+    def __init__(
+        self, process_id: str, actor: Any, on_start: Callable[[], None], group: PlacementGroup | None
+    ) -> None:
+        super().__init__(process_id, actor, on_start)
         self.health: EngineHealth | None = None
         self._group = group
 
@@ -114,8 +119,10 @@ class RayIngress(RayProcess):
 
 
 class RayLauncher:
-    def __init__(self, name: str, kv_store_bytes: int | None) -> None:
-        """name: the cluster's."""
+    def __init__(self, name: str, kv_store_bytes: int | None, on_start: Callable[[], None]) -> None:
+        """name: the cluster's. on_start: called on any thread when one of its processes has started, or
+        cannot."""
+        self._on_start = on_start
         self._namespace = namespace_of(name)
         self._kv_store_bytes = kv_store_bytes
         self._leaving: frozenset[str] = frozenset()
@@ -141,43 +148,45 @@ class RayLauncher:
         except Exception:
             remove_placement_group(group)
             raise
-        return RayEngine(name, actor, group)
+        return RayEngine(name, actor, self._on_start, group)
 
     def store(self, node: str) -> RayStore:
         name = _new_name(_store_prefix(node))
         budget = store_budget(self._kv_store_bytes, object_store_bytes().get(node, 0))
         options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
+        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget), self._on_start)
 
     def router(self, deployment: DeploymentSpec) -> RayRouter:
         name = _router_name(deployment)
         args = (deployment.engine.block_size, deployment.routing_policy)
-        return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args))
+        return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args), self._on_start)
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
         options = self._beside_us
         if doorway.node:
             here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
-        return RayIngress(
-            doorway.name, self._launch(doorway.name, IngressActor, options, doorway.http, models)
-        )
+        actor = self._launch(doorway.name, IngressActor, options, doorway.http, models)
+        return RayIngress(doorway.name, actor, self._on_start)
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:
         groups = self._groups()
         found = self._find_all(_engine_prefix(deployment))
-        return [RayEngine(name, actor, groups.get(name)) for name, actor in found.items()]
+        return [RayEngine(name, actor, self._on_start, groups.get(name)) for name, actor in found.items()]
 
     def adopt_router(self, deployment: DeploymentSpec) -> RayRouter | None:
         name = _router_name(deployment)
         actor = self._find(name)
-        return None if actor is None else RayRouter(name, actor)
+        return None if actor is None else RayRouter(name, actor, self._on_start)
 
     def adopt_ingresses(self) -> dict[str, RayIngress]:
-        return {name: RayIngress(name, actor) for name, actor in self._find_all(INGRESS_PREFIX).items()}
+        return {
+            name: RayIngress(name, actor, self._on_start)
+            for name, actor in self._find_all(INGRESS_PREFIX).items()
+        }
 
     def adopt_stores(self) -> list[RayStore]:
-        return [RayStore(name, actor) for name, actor in self._find_all(STORE_PREFIX).items()]
+        return [RayStore(name, actor, self._on_start) for name, actor in self._find_all(STORE_PREFIX).items()]
 
     def end_others(self, known: Set[DeploymentId]) -> None:
         engines, routers = self._find_all(ENGINE_PREFIX), self._find_all(ROUTER_PREFIX)

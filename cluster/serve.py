@@ -7,51 +7,38 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util import list_named_actors, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.models.choose import lean_model, model_config
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.autoscaler import AutoscalingConfig
-from shoal.cluster.footprint import Limits, footprint
+from shoal.cluster.driver import Account, watch
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
-from shoal.cluster.launcher import groups_of, namespace_of, object_store_bytes
+from shoal.cluster.launcher import object_store_bytes
+from shoal.cluster.lifecycle import ServeError, changed, find_running, new_cluster
+from shoal.cluster.readings import Reading, Readings
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
-from shoal.cluster.supervisor import ClusterStatus
-from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
+from shoal.cluster.start_time import StartTime, process_age_s
 from shoal.kvstore.layout import KVDtype
-from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0
-TEARDOWN_DEADLINE_S = 30.0
-POLL_S = 0.5
 MAX_PORT = 65535
-SILENCE_DEADLINE_S = 60.0
-HANG_DEADLINE_S = 15.0
-"""A supervisor that does not answer for so long is ended, and Ray starts it anew."""
 
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
-
-
-class ServeError(Exception):
-    """The cluster cannot run; one line for the operator."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +78,8 @@ class ServeOptions:
 
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+    took = StartTime(time.monotonic, before_s=process_age_s())
+    took.until_here("command")
     checkpoint = resolve_model(options.model, revision=options.revision)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
@@ -102,10 +91,12 @@ def serve(options: ServeOptions, console: Console) -> None:
     )
     # A wrong limit is refused before Ray is started.
     _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
+    took.until_here("model")
     with _connected(options) as dashboard_url, _stop_signal() as stop:
+        took.until_here("Ray")
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
-        running = _running(options)
+        running = find_running(options.name, is_detached=options.is_detached)
         before = running.spec if running else None
         share = _share_of_an_engine(options, before, is_ours=_address(options) == "local")
         spec = _spec(options, model, lean, share, before)
@@ -113,16 +104,10 @@ def serve(options: ServeOptions, console: Console) -> None:
             f"{'changing to' if running else 'starting'} {model.name} on {options.engines} engine(s) "
             f"in Ray namespace {spec.namespace}"
         )
-        with _changed(running, spec) if running else _cluster(spec) as supervisor:
-            was_ready = _watch(
-                supervisor,
-                stop,
-                lambda trouble: console.print(trouble, highlight=False, soft_wrap=True),
-                lambda status: _announce(status, spec, dashboard_url, console),
-                lambda: _is_gone(spec.namespace),
-                until_ready=options.is_detached,
-            )
-            if options.is_detached and not was_ready:
+        account = Account(spec, dashboard_url, took, console)
+        with changed(running, spec) if running else new_cluster(spec) as supervisor:
+            watch(supervisor, spec.namespace, stop, account, until_ready=options.is_detached)
+            if options.is_detached and not account.was_ready:
                 raise ServeError("stopped before it was ready")
             if not options.is_detached:
                 console.print("stopping")
@@ -130,7 +115,14 @@ def serve(options: ServeOptions, console: Console) -> None:
 
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
     """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
-    hf, wanted = load_config(checkpoint), options.max_model_len
+    wanted, kept = options.max_model_len, Readings.from_environment()
+    if not options.num_dropped_layers and (reading := kept.find(checkpoint, wanted)):
+        return reading.max_model_len, reading.lean
+    # These import torch, and load_config transformers.
+    from shoal.actors.engine.models.choose import lean_model, model_config  # noqa: PLC0415
+    from shoal.cluster.footprint import Limits, footprint  # noqa: PLC0415
+
+    hf = load_config(checkpoint)
     model_config(hf)
     limit = longest_length(hf)
     if wanted is not None and not 1 <= wanted <= limit:
@@ -138,7 +130,9 @@ def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanMode
     max_model_len = wanted or usual_length(hf)
     if options.num_dropped_layers:
         footprint(hf, Limits(max_model_len=max_model_len, num_dropped_layers=options.num_dropped_layers))
-    return max_model_len, lean_model(hf, max_model_len)
+    if lean := lean_model(hf, max_model_len):
+        kept.keep(checkpoint, wanted, Reading(max_model_len=max_model_len, lean=lean))
+    return max_model_len, lean
 
 
 @contextmanager
@@ -312,188 +306,6 @@ def _free_ports(host: str, num: int) -> list[int]:
             fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
             raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
         return [int(probe.getsockname()[1]) for probe in probes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Running:
-    """A cluster of that name that is there already, and was to outlive whoever started it."""
-
-    supervisor: Any
-    spec: ClusterSpec
-
-
-def _running(options: ServeOptions) -> _Running | None:
-    """Raises ServeError if one runs that is not to be changed by us."""
-    try:
-        supervisor = ray.get_actor(SUPERVISOR, namespace=namespace_of(options.name))
-    except ValueError:
-        return None
-    try:
-        spec: ClusterSpec = _call(supervisor.spec)
-    except (RayError, GetTimeoutError) as error:
-        raise ServeError(
-            f"a cluster named {options.name!r} runs in this Ray, but its supervisor does not answer "
-            f"({type(error).__name__}): try again, or choose --name"
-        ) from error
-    if not (options.is_detached and spec.is_detached):
-        raise ServeError(
-            f"a cluster named {options.name!r} runs in this Ray already: stop it, choose --name, or, if both "
-            "are --detached, change it"
-        )
-    return _Running(supervisor=supervisor, spec=spec)
-
-
-@contextmanager
-def _changed(running: _Running, spec: ClusterSpec) -> Iterator[Any]:
-    """The supervisor of a cluster that becomes this; it goes on by itself, whatever happens here."""
-    try:
-        _call(running.supervisor.apply, spec)
-    except RayTaskError as error:
-        if isinstance(error.cause, ValueError):
-            raise ServeError(str(error.cause)) from error
-        raise
-    yield running.supervisor
-
-
-@contextmanager
-def _cluster(spec: ClusterSpec) -> Iterator[Any]:
-    """A supervisor, and through it the cluster. On the way out no actor of it is left, unless it is detached
-    and all went well."""
-    _end_all(spec.namespace)  # left behind without a supervisor, and serving who knows what
-    here = ray.get_runtime_context().get_node_id()
-    supervisor = (
-        ray.remote(SupervisorActor)
-        .options(
-            name=SUPERVISOR,
-            namespace=spec.namespace,
-            lifetime="detached",
-            max_restarts=-1,
-            max_concurrency=8,
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-        )
-        .remote(spec)
-    )
-    try:
-        yield supervisor
-    except BaseException:
-        _teardown(supervisor, spec)
-        raise
-    if not spec.is_detached:
-        _teardown(supervisor, spec)
-
-
-def _watch(
-    supervisor: Any,
-    stop: threading.Event,
-    say: Callable[[str], None],
-    on_ready: Callable[[ClusterStatus], None],
-    is_gone: Callable[[], bool],
-    *,
-    until_ready: bool = False,
-) -> bool:
-    """Renew the lease until told to stop, or somebody else has ended the cluster, or `until_ready`; say what
-    goes wrong, and when the cluster becomes ready. Whether it did.
-
-    A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while. One
-    that hangs is made to die.
-    """
-    announced = False
-    said: tuple[str, ...] = ()
-    stores: set[StoreId] = set()
-    has_spoken, heard = False, time.monotonic()
-    waiting_since = heard
-    while not stop.wait(POLL_S):
-        try:
-            _call(supervisor.renew_lease)
-            status: ClusterStatus = _call(supervisor.status)
-        except (RayError, GetTimeoutError) as error:
-            if has_spoken and is_gone():
-                say("somebody has stopped the cluster")
-                return announced
-            now = time.monotonic()
-            if now - heard > SILENCE_DEADLINE_S:
-                reason = str(error).strip().splitlines()[-1]
-                raise ServeError(
-                    f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
-                ) from error
-            if now - waiting_since > HANG_DEADLINE_S and has_spoken and isinstance(error, GetTimeoutError):
-                say("the supervisor hangs; ending it")
-                ray.kill(supervisor, no_restart=False)
-                waiting_since = now  # its successor has as long
-            continue
-        has_spoken, heard = True, time.monotonic()
-        waiting_since = heard
-        if status.failed:
-            raise ServeError(status.failed)
-        for trouble in status.troubles:
-            if trouble not in said:
-                say(f"{trouble}; trying again")
-        said = status.troubles
-        for store in status.stores:
-            if store.store_id not in stores:
-                stores.add(store.store_id)
-                say(f"{store.store_id}: {format_size(store.budget_bytes)} of host memory for prefixes")
-        if status.ready and not announced:
-            announced = True
-            on_ready(status)
-            if until_ready:
-                return True
-    return announced
-
-
-def _is_gone(namespace: str) -> bool:
-    """The supervisor, and for good: one that is only started anew keeps its name."""
-    try:
-        ray.get_actor(SUPERVISOR, namespace=namespace)
-    except ValueError:
-        return True
-    return False
-
-
-def _announce(status: ClusterStatus, spec: ClusterSpec, dashboard_url: str | None, console: Console) -> None:
-    for engine in (engine.info for deployment in status.deployments for engine in deployment.engines):
-        if engine is not None:
-            said = f"{engine.engine_id}: {engine.backend}, {engine.memory}"
-            console.print(said, highlight=False, soft_wrap=True)
-    if dashboard_url:
-        console.print(f"Ray dashboard: http://{dashboard_url}", highlight=False, soft_wrap=True)
-    for model in (deployment.model for deployment in spec.deployments):
-        console.print(f"model: {model.name} (context {model.max_model_len})", highlight=False, soft_wrap=True)
-    for ingress in status.ingresses:
-        assert ingress is not None
-        console.print(f"ready: {ingress.url}/v1", highlight=False, soft_wrap=True, style="bold green")
-
-
-def _call(method: Any, *args: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
-    return ray.get(method.remote(*args), timeout=timeout_s)
-
-
-def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
-    """End the cluster's actors, the supervisor last, and see that none is left."""
-    with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
-        _call(supervisor.teardown, timeout_s=TEARDOWN_DEADLINE_S + spec.stop_grace_s)
-        ray.kill(supervisor)
-    _end_all(spec.namespace)
-
-
-def _end_all(namespace: str) -> None:
-    """Kill every named actor of the namespace, wait until none is left, and give back their places."""
-    deadline = time.monotonic() + TEARDOWN_DEADLINE_S
-    while left := _named_actors(namespace):
-        if time.monotonic() > deadline:
-            names = ", ".join(sorted(actor["name"] for actor in left))
-            raise ServeError(f"still running after {TEARDOWN_DEADLINE_S:.0f} s: {names}")
-        for actor in left:
-            with suppress(ValueError):  # gone meanwhile
-                ray.kill(ray.get_actor(actor["name"], namespace=namespace))
-        time.sleep(0.1)
-    for group in groups_of(namespace).values():
-        remove_placement_group(group)
-
-
-def _named_actors(namespace: str) -> list[dict[str, str]]:
-    return [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
 
 
 def _num_cores() -> int:

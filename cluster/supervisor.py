@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
-from shoal.actors.messages import DeploymentCard, DeploymentId, EngineId, IngressInfo
+from shoal.actors.messages import DeploymentCard, DeploymentId, EngineId, EngineInfo, IngressInfo
 from shoal.cluster.deployment import Deployment, EngineStatus, Phase, engines_by_node
 from shoal.cluster.ingresses import Ingresses
 from shoal.cluster.processes import Introduction, Launcher
@@ -51,11 +51,19 @@ class ClusterStatus:
     """Of those that are ready: the cluster serves without them too."""
     leaving: frozenset[str]
     ready: bool
-    """Every model has an engine for each that is wanted, and every ingress listens."""
+    """It has all engines, and every ingress listens."""
     failed: str | None
     """Why the cluster can never become ready, if so."""
     troubles: tuple[str, ...]
     """What failed and is being tried again, and what waits for room."""
+
+    has_all_engines: bool
+    """Every model has an engine for each that is wanted."""
+
+    @property
+    def engines(self) -> tuple[EngineInfo, ...]:
+        """Those that are ready, or draining."""
+        return tuple(e.info for deployment in self.deployments for e in deployment.engines if e.info)
 
 
 class Supervisor:
@@ -80,15 +88,16 @@ class Supervisor:
         self._ticks_of_lease = LEASE_TICKS
         self._is_stopped = False
 
-    def tick(self) -> None:
-        self._ticks_of_lease -= 1
+    def tick(self, *, early: bool = False) -> None:
+        """early: between two of those ticks, since somebody has started. The lease does not count it."""
+        self._ticks_of_lease -= not early
         self._launcher.look(self.wish.leaving)
-        self._tick_ingresses()
         self._scale()
         crowd = engines_by_node(list(self._deployments.values()))
-        for deployment in self._deployments.values():
+        for deployment in self._deployments.values():  # first whoever takes longest to start
             deployment.tick(self.wish.leaving, crowd)
         self._forget_what_is_gone()
+        self._tick_ingresses()
         self._tick_stores()
         if not self._is_taking_over:
             self._introduce()
@@ -165,6 +174,7 @@ class Supervisor:
 
     def status(self) -> ClusterStatus:
         ingresses = self._ingresses.infos
+        has_all_engines = all(deployment.is_complete for deployment in self._current)
         return ClusterStatus(
             ingresses=ingresses,
             deployments=tuple(
@@ -179,9 +189,8 @@ class Supervisor:
             ),
             stores=tuple(info for info, _ in self._stores.ready.values()),
             leaving=self.wish.leaving,
-            ready=bool(ingresses)
-            and all(ingresses)
-            and all(deployment.is_complete for deployment in self._current),
+            has_all_engines=has_all_engines,
+            ready=has_all_engines and bool(ingresses) and all(ingresses),
             failed=self._failed,
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )

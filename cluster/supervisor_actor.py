@@ -36,9 +36,11 @@ class SupervisorActor:
     def __init__(self, spec: ClusterSpec) -> None:
         self._name = spec.name
         self._lock = threading.Lock()
+        self._started = threading.Event()  # somebody has; who waits for that need not wait for the next tick
         self._kept = _KeptWish(spec.name)
         wish = self._kept.read() or Wish(spec=spec)
-        self._supervisor = Supervisor(wish, RayLauncher(spec.name, spec.kv_store_bytes), clock=time.monotonic)
+        launcher = RayLauncher(spec.name, spec.kv_store_bytes, on_start=self._started.set)
+        self._supervisor = Supervisor(wish, launcher, clock=time.monotonic)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
@@ -109,20 +111,23 @@ class SupervisorActor:
 
     def _run(self) -> None:
         try:
-            self._tick()
-            while not self._stopped.wait(TICK_S):
+            while not self._stopped.is_set():
                 self._tick()
+                due = time.monotonic() + TICK_S
+                while self._started.wait(due - time.monotonic()):
+                    self._started.clear()
+                    self._tick(early=True)
         except BaseException:
             logger.critical("supervisor broken; ending the process for Ray to restart it", exc_info=True)
             logging.shutdown()
             os._exit(1)
 
-    def _tick(self) -> None:
+    def _tick(self, *, early: bool = False) -> None:
         with self._lock:
             if self._stopped.is_set():
                 return
             before = self._supervisor.wish
-            self._supervisor.tick()
+            self._supervisor.tick(early=early)
             if self._supervisor.wish != before:
                 self._keep()
             ends = self._supervisor.is_to_end

@@ -47,7 +47,9 @@ MAY_USE_RAY = (
     "shoal.kvstore.metrics",
     "shoal.kvstore.object_store",
     "shoal.kvstore.reporter",
+    "shoal.cluster.driver",
     "shoal.cluster.launcher",
+    "shoal.cluster.lifecycle",
     "shoal.cluster.serve",
     "shoal.cluster.supervisor_actor",
 )

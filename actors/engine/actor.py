@@ -5,6 +5,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,9 +15,11 @@ import ray
 from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
+from shoal.actors.engine.fingerprint import digest_weights
 from shoal.actors.engine.loop import EngineLoop
 from shoal.actors.engine.offers import Offers
 from shoal.actors.engine.scheduler import Reply
+from shoal.actors.engine.stopwatch import Stopwatch
 from shoal.actors.engine.store_link import StoreLink
 from shoal.actors.engine.store_metrics import publish
 from shoal.actors.messages import (
@@ -82,9 +85,13 @@ class EngineActor:
         return await asyncio.shield(self._starting)
 
     async def _start(self) -> EngineInfo:
+        stopwatch = Stopwatch(time.monotonic)
+        # Beside the imports, which have the GIL: hashing needs neither that nor torch.
+        digest = ThreadPoolExecutor(1).submit(digest_weights, self._config)
         from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
 
-        built = await asyncio.to_thread(build_engine, self._config)
+        stopwatch.lap("imports")
+        built = await asyncio.to_thread(build_engine, self._config, digest)
         self._stalled_after_s = max(LEAST_STALL_S, STALL_STEPS * built.largest_step_s)
         self._events = asyncio.get_running_loop()
         self._built = built
@@ -115,6 +122,7 @@ class EngineActor:
             rule=built.layout.rule,
             block_bytes=built.memory.block_bytes,
             segment_bytes=built.memory.segment_bytes,
+            took_s=(*stopwatch.laps, *built.took_s),
         )
 
     async def introduce(

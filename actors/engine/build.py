@@ -2,11 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -14,7 +15,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.engine import Engine
-from shoal.actors.engine.fingerprint import fingerprint
+from shoal.actors.engine.fingerprint import WeightsDigest, fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.model_layout import ModelLayout, model_layout
 from shoal.actors.engine.models.choose import lean_model, numerics
@@ -31,6 +32,7 @@ from shoal.actors.engine.rates import Rates
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.step import Draw, SequenceId, SequenceStep, StepPlan
+from shoal.actors.engine.stopwatch import Stopwatch
 from shoal.actors.engine.timed_runner import TimedRunner
 from shoal.actors.engine.transfers import Place, StoreView
 from shoal.actors.messages import SamplingParams
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 DEVICE = torch.device("cpu")
 
 
@@ -56,6 +60,8 @@ class LoadedModel:
     decoder: MakeDecoder
     numerics: str
     """See models.choose.numerics."""
+    num_rehearsed_layers: int
+    """Enough of the first layers to have one of each kind: they take turns, and need the same memory."""
 
     def layout(
         self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
@@ -81,12 +87,14 @@ class BuiltEngine:
     device: DeviceMemory
     backend: Backend
     largest_step_s: float
-    """What a step of max_num_batched_tokens took here, its first time."""
+    """What a step of max_num_batched_tokens takes here, by the layers of it that were rehearsed."""
     fingerprint: bytes
     """Names the root of all block keys."""
     scheduler: Scheduler
     rates: Rates
     """Of the stores. Fed by whoever fetches, asked by the scheduler."""
+    took_s: tuple[tuple[str, float], ...]
+    """(phase, seconds) of the build, in order."""
 
     def fetch_tokens_per_s(self, place: Place) -> float:
         """0 if a token of a prompt has no rows in blocks."""
@@ -114,7 +122,18 @@ def _load_lean(checkpoint: Path, backend: Backend, lean: LeanModel, *, max_model
         weights = DecoderWeights.load(tensors, lean.config, backend)
     rotaries = rotary_tables(lean.ropes, max_model_len, DEVICE)
     decoder = partial(LeanDecoder, lean.config, weights, rotaries)
-    return LoadedModel(config=lean.config, weights=weights, decoder=decoder, numerics=lean.numerics)
+    return LoadedModel(
+        config=lean.config,
+        weights=weights,
+        decoder=decoder,
+        numerics=lean.numerics,
+        num_rehearsed_layers=_num_of_each_kind(lean.config.windows),
+    )
+
+
+def _num_of_each_kind(windows: Sequence[int | None]) -> int:
+    """So many of the first layers have all windows that there are."""
+    return 1 + max(windows.index(window) for window in set(windows))
 
 
 def _load_library(
@@ -126,14 +145,18 @@ def _load_library(
         weights=library,
         decoder=partial(LibraryDecoder, library),
         numerics=numerics(hf, max_model_len),
+        num_rehearsed_layers=len(library.windows),
     )
 
 
-def build_engine(config: EngineConfig) -> BuiltEngine:
+def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = None) -> BuiltEngine:
     """Load the checkpoint and divide the memory.
+
+    digest: what `digest_weights` says, if somebody asks it meanwhile.
 
     Raises ValueError (UnsupportedModel, NotEnoughMemory) with a message for the operator.
     """
+    stopwatch = Stopwatch(time.monotonic)
     torch.set_num_threads(config.threads)
     try:
         backend = choose_backend(config.threads, require_kernels=config.require_kernels)
@@ -158,22 +181,26 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         device=DEVICE,
     )
 
-    def runner_of(memory: DeviceMemory) -> ModelRunner:
+    def runner_of(memory: DeviceMemory, num_layers: int) -> ModelRunner:
         return ModelRunner(
             *(decoder, memory, rows, backend, DEVICE),
+            num_layers=num_layers,
             max_logits=config.max_num_seqs,
             vocab_size=loaded.config.vocab_size,
         )
 
-    rehearsal = runner_of(device_memory(num_blocks=1))
-
-    def rehearse(plan: StepPlan) -> None:
-        rehearsal.prepare(plan)()
-
-    started = time.monotonic()
-    step_peak_bytes = _peak_bytes(lambda: rehearse(_largest_step(config)))
-    largest_step_s = time.monotonic() - started
-    step_peak_bytes += _peak_bytes(lambda: rehearse(_longest_step(config)))  # beyond what the first left
+    stopwatch.lap("weights")
+    weights = None if digest is None else digest.result()  # it reads no more where memory is measured
+    stopwatch.lap("fingerprint")
+    num_layers, num_rehearsed = len(loaded.config.windows), loaded.num_rehearsed_layers
+    rehearse = partial(
+        _rehearse,
+        runner_of(device_memory(num_blocks=1), num_rehearsed),
+        shortened=num_layers / num_rehearsed,
+    )
+    step_peak_bytes, largest_step_s = _peak_bytes(partial(rehearse, _largest_step(config)))
+    step_peak_bytes += _peak_bytes(partial(rehearse, _longest_step(config)))[0]  # beyond what the first left
+    stopwatch.lap("rehearsal")
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
@@ -189,7 +216,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
     device = device_memory(
         num_blocks=memory.num_blocks, num_slots=memory.num_slots, num_segments=memory.num_segments
     )
-    runner = TimedRunner(runner_of(device))
+    runner = TimedRunner(runner_of(device, num_layers))
     pools = Pools(
         num_blocks=memory.num_blocks,
         block_size=config.block_size,
@@ -198,7 +225,11 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         num_segments=memory.num_segments,
         cache=config.prefix_cache,
     )
-    root = fingerprint(config, numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}")
+    root = fingerprint(
+        config,
+        numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}",
+        weights=weights,
+    )
     rates = Rates(lambda: runner.tokens_per_s, time.monotonic)
     stores = StoreView(
         bytes_per_block=layout.blocks.bytes_per_block,
@@ -207,6 +238,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         write_policy=config.kv_write_policy,
     )
     scheduler = Scheduler(limits, pools, fingerprint=root, rule=layout.rule, stores=stores)
+    stopwatch.lap("pools")
     return BuiltEngine(
         engine=Engine(scheduler, runner),
         runner=runner,
@@ -218,6 +250,7 @@ def build_engine(config: EngineConfig) -> BuiltEngine:
         fingerprint=root,
         scheduler=scheduler,
         rates=rates,
+        took_s=stopwatch.laps,
     )
 
 
@@ -258,12 +291,24 @@ def _rehearsal(config: EngineConfig, rows: Iterable[tuple[int, int]]) -> StepPla
     )
 
 
-def _peak_bytes(run: Callable[[], object]) -> int:
-    """Resident memory that `run` needs at its peak beyond what was resident before (Linux, see proc(5))."""
+@torch.inference_mode()
+def _rehearse(runner: ModelRunner, plan: StepPlan, *, shortened: float) -> float:
+    """Seconds that a step takes of whose layers only each `shortened`th is computed."""
+    began = time.monotonic()
+    step = runner.pack(plan)
+    hidden_TN = runner.hidden_states(step)
+    computed = time.monotonic()
+    runner.draw(step, hidden_TN)
+    return (computed - began) * shortened + time.monotonic() - computed
+
+
+def _peak_bytes(run: Callable[[], T]) -> tuple[int, T]:
+    """Resident memory that `run` needs at its peak beyond what was resident before (Linux, see proc(5)), and
+    what it returns."""
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the present VmRSS
     before = _status_bytes("VmRSS")
-    run()
-    return max(0, _status_bytes("VmHWM") - before)
+    result = run()
+    return max(0, _status_bytes("VmHWM") - before), result
 
 
 def _status_bytes(field: str) -> int:

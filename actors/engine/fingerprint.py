@@ -4,20 +4,28 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from shoal.actors.engine.config import EngineConfig
 
 _PIECE_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
 
 
-def fingerprint(config: EngineConfig, *, numerics_id: str) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsDigest:
+    files: tuple[tuple[str, int, int], ...]
+    """(name, bytes, nanoseconds of the last change) when they were about to be read."""
+    pieces: tuple[bytes, ...]
+
+
+def fingerprint(config: EngineConfig, *, numerics_id: str, weights: WeightsDigest | None = None) -> bytes:
     """Equal only if the weights, the model's configuration and the numerics are, to the bit.
 
-    numerics_id: the backend's, and what the model's path adds.
-
-    Reads every byte of the weights, about 1 GB/s a thread where the CPU has SHA instructions.
+    numerics_id: the backend's, and what the model's path adds. weights: what `digest_weights` said, if it was
+    asked; if files have come or changed since, it is asked again.
     """
     checkpoint = Path(config.checkpoint)
     about = {
@@ -27,19 +35,38 @@ def fingerprint(config: EngineConfig, *, numerics_id: str) -> bytes:
         "kv_cache_dtype": config.kv_cache_dtype,
     }
     whole = sha256(json.dumps(about, sort_keys=True).encode())
-    with ThreadPoolExecutor(config.threads) as threads:
-        for digest in threads.map(_digest, _pieces(checkpoint)):
-            whole.update(digest)
+    if weights is None or weights.files != _files(checkpoint):
+        weights = digest_weights(config)
+    for piece in weights.pieces:
+        whole.update(piece)
     return whole.digest()
 
 
-def _pieces(checkpoint: Path) -> Iterator[tuple[Path, int]]:
-    for file in sorted(checkpoint.glob("*.safetensors")):
-        for offset in range(0, file.stat().st_size, _PIECE_BYTES):
-            yield file, offset
+def digest_weights(config: EngineConfig) -> WeightsDigest:
+    """Reads every byte of the weights, about 1 GB/s a thread where the CPU has SHA instructions."""
+    checkpoint = Path(config.checkpoint)
+    files = _files(checkpoint)
+    with ThreadPoolExecutor(config.threads) as threads:
+        return WeightsDigest(files=files, pieces=tuple(threads.map(_digest, _pieces(checkpoint, files))))
+
+
+def _files(checkpoint: Path) -> tuple[tuple[str, int, int], ...]:
+    stats = ((file.name, file.stat()) for file in sorted(checkpoint.glob("*.safetensors")))
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _pieces(checkpoint: Path, files: tuple[tuple[str, int, int], ...]) -> Iterator[tuple[Path, int]]:
+    for name, num_bytes, _ in files:
+        for offset in range(0, num_bytes, _PIECE_BYTES):
+            yield checkpoint / name, offset
 
 
 def _digest(piece: tuple[Path, int]) -> bytes:
-    path, offset = piece
-    with path.open("rb") as file:
-        return sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
+    path, at = piece
+    end = at + _PIECE_BYTES
+    digest, buffer = sha256(), memoryview(bytearray(_READ_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := os.preadv(file.fileno(), [buffer[: end - at]], at):
+            digest.update(buffer[:num_bytes])
+            at += num_bytes
+    return digest.digest()

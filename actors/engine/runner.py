@@ -106,10 +106,15 @@ class ModelRunner:
         *,
         max_logits: int,
         vocab_size: int,
+        num_layers: int | None = None,
     ) -> None:
-        """`model` computes at most `max_logits` rows of logits at a time."""
+        """`model` computes at most `max_logits` rows of logits at a time.
+
+        num_layers: for a rehearsal, which needs only so many of the first.
+        """
         self._model = model
         self._memory = memory
+        self._layers = memory.layers[:num_layers]
         self._rows = rows
         self._backend = backend
         self._device = device
@@ -187,7 +192,7 @@ class ModelRunner:
     def hidden_states(self, step: PackedStep) -> Tensor:
         """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
         token_ids_T = self._rows.tokens(step.token_places_T)
-        return self._model.hidden_states(token_ids_T, step.rows, self._memory.layers)
+        return self._model.hidden_states(token_ids_T, step.rows, self._layers)
 
     def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
         """The next token of every sequence that the plan lets draw, from its last row."""

@@ -14,6 +14,13 @@ from shoal.cluster.sources.checkpoint import ModelSourceError, find_problems
 RECIPE_FILE = "shoal_recipe.txt"
 
 
+def cache_root() -> Path:
+    """Where this user's machine keeps what we made."""
+    if ours := os.environ.get("SHOAL_CACHE"):
+        return Path(ours).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shoal"
+
+
 class CheckpointCache:
     """Folders under one root: `NAME` is a whole checkpoint, `.NAME.*` is work in progress or a lock.
 
@@ -28,10 +35,7 @@ class CheckpointCache:
 
     @classmethod
     def from_environment(cls) -> "CheckpointCache":
-        if ours := os.environ.get("SHOAL_CACHE"):
-            return cls(Path(ours).expanduser() / "models")
-        caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        return cls(Path(caches).expanduser() / "shoal" / "models")
+        return cls(cache_root() / "models")
 
     def find(self, name: str, *, recipe: str) -> Path | None:
         directory = self.root / name

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -38,10 +37,6 @@ NEEDED_FILES = [
 ]
 UNNEEDED_FILES = ["*/*", "consolidated*"]
 """Other formats of the same weights, which some models keep in subfolders or beside them."""
-
-
-def looks_like_hub_id(model: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None and not model.endswith(".gguf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

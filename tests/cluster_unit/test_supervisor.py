@@ -550,6 +550,14 @@ def test_every_ingress_is_watched_by_itself_and_all_are_told_to_the_engines() ->
     assert cluster.launcher.ingresses[2].process_id == "ingress-0", "on its predecessor's port"
 
 
+def test_early_ticks_are_not_of_the_lease() -> None:
+    """Many engines that start at once must not use it up."""
+    cluster = Cluster()
+    for _ in range(2 * LEASE_TICKS):
+        cluster.supervisor.tick(early=True)
+    assert not cluster.supervisor.is_to_end
+
+
 def test_the_lease_expires_unless_the_driver_renews_it() -> None:
     cluster = Cluster()
     for _ in range(LEASE_TICKS - 1):

@@ -1,15 +1,22 @@
 """From a configuration to an engine, on a tiny model."""
 
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from shoal.actors.engine import build
+from shoal.actors.engine import fingerprint as fingerprints
 from shoal.actors.engine.config import EngineConfig
-from shoal.actors.engine.fingerprint import fingerprint
+from shoal.actors.engine.device_memory import DeviceMemory
+from shoal.actors.engine.fingerprint import digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
+from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
+from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.boundary import BoundaryRule
 from tests.checkpoints import tiny_llama, tiny_mistral
@@ -124,3 +131,71 @@ def test_a_fingerprint_names_all_that_keys_and_values_depend_on(tmp_path: Path) 
         fingerprint(replace(config, kv_cache_dtype="bfloat16"), numerics_id="n"),
     ]
     assert len({here, *different}) == 1 + len(different)
+    assert here == fingerprint(config, numerics_id="n", weights=digest_weights(config)), "asked beforehand"
+
+
+def test_a_digest_of_weights_that_have_changed_since_is_made_anew(tmp_path: Path) -> None:
+    checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
+    weights, elsewhere = checkpoint / "model.safetensors", tmp_path / "model.safetensors"
+    config = a_config(checkpoint)
+    here, there = fingerprint(config, numerics_id="n"), fingerprint(a_config(other), numerics_id="n")
+    weights.rename(elsewhere)
+    nothing = digest_weights(config)
+    elsewhere.rename(weights)
+    assert fingerprint(config, numerics_id="n", weights=nothing) == here, "they have come since"
+    old = digest_weights(config)
+    (other / "model.safetensors").replace(weights)
+    assert fingerprint(config, numerics_id="n", weights=old) == there, "they were replaced"
+
+
+def test_weights_are_digested_in_pieces_of_a_fixed_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is read at a time: else a fingerprint would change with it."""
+    monkeypatch.setattr(fingerprints, "_PIECE_BYTES", 5)
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 2)
+    (tmp_path / "model.safetensors").write_bytes(b"0123456789ab")
+    assert digest_weights(a_config(tmp_path)).pieces == tuple(
+        sha256(piece).digest() for piece in (b"01234", b"56789", b"ab")
+    )
+
+
+@pytest.mark.parametrize(
+    ("windows", "num"),
+    [((None, None, None), 1), ((24, 24, None, 24), 3), ((None, 24), 2)],
+    ids=["one kind", "gemma", "the last is another"],
+)
+def test_a_rehearsal_has_a_layer_of_each_kind(windows: tuple[int | None, ...], num: int) -> None:
+    assert build._num_of_each_kind(windows) == num
+
+
+def test_a_rehearsal_computes_its_layers_as_the_model_does(tmp_path: Path) -> None:
+    checkpoint, backend = tiny_llama(tmp_path), CpuBackend(1)
+    loaded = build.load_model(checkpoint, backend, max_model_len=32)
+    layout = loaded.layout(block_size=16, dtype="float32", max_model_len=32)
+    plan = build._rehearsal(a_config(checkpoint, max_model_len=32), [(0, 5)])
+
+    def rows_written(num_layers: int) -> Tensor:
+        memory = DeviceMemory(layout, num_blocks=1, max_rows=8, device=build.DEVICE)
+        memory.blocks.zero_()
+        runner = ModelRunner(
+            loaded.decoder(backend, max_rows=8, max_logits=1),
+            memory,
+            TokenRows(num_rows=2, max_model_len=32, block_size=16, device=build.DEVICE),
+            backend,
+            build.DEVICE,
+            max_logits=1,
+            vocab_size=512,
+            num_layers=num_layers,
+        )
+        runner.prepare(plan)()
+        return memory.blocks
+
+    one, both = rows_written(1), rows_written(2)
+    assert torch.equal(one[:, 0], both[:, 0]) and one[:, 0].any()
+    assert both[:, 1].any() and not one[:, 1].any(), "and computes no others"
+
+
+def test_a_build_says_what_took_how_long(tmp_path: Path) -> None:
+    built = build.build_engine(a_config(tiny_llama(tmp_path)))
+    assert [phase for phase, _ in built.took_s] == ["weights", "fingerprint", "rehearsal", "pools"]

@@ -30,4 +30,4 @@ def shallow(smol: LoadedModel) -> LoadedModel:
     config = replace(smol.config, num_layers=4, windows=smol.config.windows[:4])
     ropes = rope_frequencies(load_config(smollm2()), MAX_MODEL_LEN, config.head_dim)
     decoder = partial(LeanDecoder, config, weights, rotary_tables(ropes[:4], MAX_MODEL_LEN, DEVICE))
-    return LoadedModel(config=config, weights=weights, decoder=decoder, numerics=smol.numerics)
+    return replace(smol, config=config, weights=weights, decoder=decoder)

@@ -40,6 +40,8 @@ class Decoder(Protocol):
     ) -> Tensor:
         """float32 [T, hidden_size] that `logits` understands; stores every row's K/V on the way.
 
+        kv: of every layer. The lean decoder computes only the first layers if there are fewer.
+
         token_ids_T: T at most the `max_rows` it was made for. No tensor, since torch lets go of the GIL with
         every operation and every tensor that ends: the engine's thread, which has just heard of the step
         before, would take it, and keep this one from starting.

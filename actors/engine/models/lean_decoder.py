@@ -69,7 +69,8 @@ class LeanDecoder:
         return self._residual[:num_rows]
 
     def _layers(self, tape: Tape, kv: tuple[LayerKV | LayerRing, ...]) -> None:
-        """The model, on all rows of the buffers: a step of fewer rows computes its own."""
+        """The model, or as many of its first layers as `kv` has, on all rows of the buffers: a step of fewer
+        rows computes its own."""
         config, x, normed = self._config, self._residual, self._normed
         qkv_THD = self._qkv.view(len(x), -1, config.head_dim)
         first_v = config.num_heads + config.num_kv_heads
@@ -78,7 +79,7 @@ class LeanDecoder:
         attended_THD = self._attended.view(len(x), config.num_heads, config.head_dim)
 
         tape.gather(self._weights.embedding_VN, self._ids_T, x, scale=config.embedding_scale)
-        layers = zip(self._weights.layers, kv, config.windows, self._rotaries, strict=True)
+        layers = zip(self._weights.layers, kv, config.windows, self._rotaries, strict=False)
         for layer, layer_kv, window, rotary in layers:
             tape.rms_norm(x, layer.attention_norm_N, config.rms_norm_eps, normed)
             tape.linear(normed, layer.qkv, self._qkv)

@@ -1,0 +1,110 @@
+"""What the driver does while its cluster runs: keeps the lease, and tells the operator what happens."""
+
+import threading
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from rich.console import Console
+
+from shoal.cluster.console import PLAIN
+from shoal.cluster.lifecycle import ServeError, call, is_gone
+from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.start_time import StartTime
+from shoal.cluster.supervisor import ClusterStatus
+from shoal.kvstore.messages import StoreId
+from shoal.kvstore.sizes import format_size
+
+POLL_S = 0.5
+STARTING_POLL_S = 0.1
+SILENCE_DEADLINE_S = 60.0
+HANG_DEADLINE_S = 15.0
+"""A supervisor that does not answer for so long is ended, and Ray starts it anew."""
+
+
+class Account:
+    """What the operator is told: each thing once, and how long the start took."""
+
+    def __init__(
+        self, spec: ClusterSpec, dashboard_url: str | None, took: StartTime, console: Console
+    ) -> None:
+        self.was_ready = False
+        self._spec = spec
+        self._dashboard_url = dashboard_url
+        self._took = took
+        self._console = console
+        self._troubles: tuple[str, ...] = ()
+        self._stores: set[StoreId] = set()
+
+    def say(self, line: str) -> None:
+        self._console.print(line, **PLAIN)
+
+    def take(self, status: ClusterStatus) -> None:
+        for trouble in status.troubles:
+            if trouble not in self._troubles:
+                self.say(f"{trouble}; trying again")
+        self._troubles = status.troubles
+        for store in status.stores:
+            if store.store_id not in self._stores:
+                self._stores.add(store.store_id)
+                self.say(f"{store.store_id}: {format_size(store.budget_bytes)} of host memory for prefixes")
+        if self.was_ready:
+            return
+        if status.has_all_engines and status.engines:
+            self._took.until_engines(status.engines)
+        if status.ready:
+            self.was_ready = True
+            self._took.until_here("front door")
+            self._announce(status)
+
+    def _announce(self, status: ClusterStatus) -> None:
+        for engine in status.engines:
+            self.say(f"{engine.engine_id}: {engine.backend}, {engine.memory}")
+        if self._dashboard_url:
+            self.say(f"Ray dashboard: http://{self._dashboard_url}")
+        for model in (deployment.model for deployment in self._spec.deployments):
+            self.say(f"model: {model.name} (context {model.max_model_len})")
+        self.say(self._took.describe())
+        for ingress in status.ingresses:
+            if ingress is not None:
+                self._console.print(f"ready: {ingress.url}/v1", style="bold green", **PLAIN)
+
+
+def watch(
+    supervisor: Any, namespace: str, stop: threading.Event, account: Account, *, until_ready: bool
+) -> None:
+    """Renew the lease until told to stop, or somebody else has ended the cluster, or `until_ready`. Raises
+    ServeError when it can never be ready, or its supervisor is silent for good.
+
+    A supervisor that died is restarted by Ray and adopts what runs: a silence is waited out for a while. One
+    that hangs is made to die.
+    """
+    has_spoken, heard = False, time.monotonic()
+    waiting_since = heard
+    while not stop.wait(POLL_S if account.was_ready else STARTING_POLL_S):
+        try:
+            call(supervisor.renew_lease)
+            status: ClusterStatus = call(supervisor.status)
+        except (RayError, GetTimeoutError) as error:
+            if has_spoken and is_gone(namespace):
+                account.say("somebody has stopped the cluster")
+                return
+            now = time.monotonic()
+            if now - heard > SILENCE_DEADLINE_S:
+                reason = str(error).strip().splitlines()[-1]
+                raise ServeError(
+                    f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
+                ) from error
+            if now - waiting_since > HANG_DEADLINE_S and has_spoken and isinstance(error, GetTimeoutError):
+                account.say("the supervisor hangs; ending it")
+                ray.kill(supervisor, no_restart=False)
+                waiting_since = now  # its successor has as long
+            continue
+        has_spoken, heard = True, time.monotonic()
+        waiting_since = heard
+        if status.failed:
+            raise ServeError(status.failed)
+        account.take(status)
+        if account.was_ready and until_ready:
+            return
