@@ -94,7 +94,7 @@ def _taken_down(actor: Any) -> list[Continuation]:
 def _watch(actor: Any) -> None:
     """In the ingress: the stores are looked at before anything else is done for a stream that was lost."""
     actor.continuations = taken_down = []
-    streams, cls = actor._streams, cast(Any, Attempts)
+    (streams,), cls = actor._streams.values(), cast(Any, Attempts)
     next_place, hear = cls._next_place, cls._hear
     saved: dict[Key, int] = {}
 
