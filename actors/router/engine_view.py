@@ -141,7 +141,7 @@ class EngineView:
     def forget_old(self, now: float) -> None:
         while self._notes and now - next(iter(self._notes.values()))[0] >= NOTE_LIFETIME_S:
             self._drop_note(next(iter(self._notes)))
-        self._write()
+            self._write()
         while self.expected and now - next(iter(self.expected.values())) >= EXPECTATION_LIFETIME_S:
             self.expected.popitem(last=False)
 

@@ -11,6 +11,7 @@ from shoal.actors.router.engine_view import (
     NUM_NUMBERS,
     RECENT_S,
     RECENT_WEIGHT,
+    UNMEASURED_TOKENS_PER_S,
     EngineView,
 )
 
@@ -30,7 +31,7 @@ class Fleet:
         """Which of the nodes each is on."""
         self._table = table
         # rows of the table, and so as current as it is
-        self._waiting_tokens, self.tokens_per_s, self.own_fetch_weight, self.other_fetch_weight = table[:4]
+        self._waiting_tokens, self._tokens_per_s, self.own_fetch_weight, self.other_fetch_weight = table[:4]
         self.last_placed, self._recent_tokens, self._recent_computed, self._recent_at = table[4:]
         self.has_no_segments = not any(engine.rule.num_segments for engine in engines)
 
@@ -55,22 +56,28 @@ class Fleet:
         kept = np.exp((self._recent_at - now) / RECENT_S)
         return self._recent_tokens * kept, self._recent_computed * kept
 
-    def standing(self, recent_tokens: Numbers, fastest: float) -> tuple[Numbers, Numbers]:
+    def speeds(self) -> tuple[Numbers, float]:
+        """Tokens a second by each engine's own measure, and of the fastest, which stands for those that have
+        none."""
+        fastest = float(np.maximum.reduce(self._tokens_per_s)) or UNMEASURED_TOKENS_PER_S
+        return np.where(self._tokens_per_s, self._tokens_per_s, fastest), fastest
+
+    def standing(self, recent_tokens: Numbers, own: Numbers, fastest: float) -> tuple[Numbers, Numbers]:
         """Tokens that a newcomer meets on each, and at what speed, in tokens a second, they pass.
 
-        That is the engine's own measure as far as it convinces, for the rest as fast as any (`fastest`), so
-        that it is tried.
+        That is the engine's own measure as far as it convinces, for the rest as fast as any, so that it is
+        tried.
         """
         tokens = self._waiting_tokens + RECENT_WEIGHT * recent_tokens
-        own = np.where(self.tokens_per_s, self.tokens_per_s, fastest)
-        return tokens, fastest + (own - fastest) * (recent_tokens / (recent_tokens + CONVINCING_TOKENS))
+        conviction = recent_tokens / (recent_tokens + CONVINCING_TOKENS)
+        return tokens, fastest + (own - fastest) * conviction
 
     def cheapest_first(self, costs: Numbers) -> Iterator[tuple[int, tuple[float, float]]]:
         """Each with its cost, and when it was placed on last: of equals the one longest ago comes first."""
         costs = costs.copy()
         for _ in self.engines:
             i = costs.argmin()
-            tied = np.flatnonzero(costs == costs[i])
+            (tied,) = (costs == costs[i]).nonzero()
             if len(tied) > 1:
                 i = tied[self.last_placed[tied].argmin()]
             yield int(i), (float(costs[i]), float(self.last_placed[i]))

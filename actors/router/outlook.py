@@ -51,7 +51,7 @@ class Reach:
     """Of the blocks that the engine holds or expects, be their state there or not."""
     stored_tokens: int
     """So far nobody gets beyond with all that stores have; 0 if they have nothing."""
-    own_store_tokens: Numbers
+    own_store_tokens: Numbers | float
     """Beyond what is on the device, the own node's store has no more than this of them."""
 
 
@@ -105,14 +105,14 @@ class Outlook:
             prompt_tokens=self._request.num_prompt_tokens,
             device_tokens=on_device * size,
             stored_tokens=furthest * size,
-            own_store_tokens=self._in_own_store(fleet, on_device, furthest) * size,
+            own_store_tokens=self._in_own_store(fleet, on_device, furthest) * size if furthest else 0.0,
         )
 
     def _in_own_store(self, fleet: Fleet, on_device: Numbers, furthest: int) -> Numbers:
         """So many of the first `furthest` blocks at most, beyond what each has on its device."""
         held = Counter(self._where.blocks[:furthest]).items()
         num_held, leading = [0] * len(fleet.nodes), [0] * len(fleet.nodes)
-        for number, node in enumerate(fleet.nodes if furthest else ()):
+        for number, node in enumerate(fleet.nodes):
             if (store_id := self._own.get(node)) is not None:
                 bit = self._bits[store_id]
                 num_held[number] = sum(num_blocks for holders, num_blocks in held if holders & bit)

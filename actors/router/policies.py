@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from shoal.actors.router.engine_view import RECENT_S, UNMEASURED_TOKENS_PER_S, EngineView
+from shoal.actors.router.engine_view import RECENT_S, EngineView
 from shoal.actors.router.fleet import Fleet, Numbers
 from shoal.actors.router.outlook import Outlook, Reach
 
@@ -47,10 +47,10 @@ class CheapestEngine:
     """
 
     def choose(self, fleet: Fleet, outlook: Outlook, now: float) -> EngineView:
-        fastest = float(fleet.tokens_per_s.max()) or UNMEASURED_TOKENS_PER_S
+        own, fastest = fleet.speeds()
         recent_tokens, recent_computed = fleet.recent(now)
-        weight = COMPUTE_WEIGHT / (1 - _load(fleet, recent_computed, fastest))
-        standing, tokens_per_s = fleet.standing(recent_tokens, fastest)
+        weight = COMPUTE_WEIGHT / (1 - _load(recent_computed, own))
+        standing, tokens_per_s = fleet.standing(recent_tokens, own, fastest)
         at_least = (_least_tokens(outlook.reach(fleet), fleet, weight) + standing) / tokens_per_s
         chosen, lowest = fleet.engines[0], (math.inf, 0.0)
         for i, bound in fleet.cheapest_first(at_least):
@@ -87,10 +87,10 @@ def _least_tokens(reach: Reach, fleet: Fleet, weight: float) -> Numbers:
     return computing
 
 
-def _load(fleet: Fleet, recent_computed: Numbers, fastest: float) -> float:
+def _load(recent_computed: Numbers, tokens_per_s: Numbers) -> float:
     """The share of the time for which engines compute prompts, by what was placed lately."""
-    tokens_per_s = np.where(fleet.tokens_per_s, fleet.tokens_per_s, fastest).sum()
-    return min(MAX_LOAD, float(recent_computed.sum() / (RECENT_S * tokens_per_s)))
+    could_compute = RECENT_S * np.add.reduce(tokens_per_s)
+    return min(MAX_LOAD, float(np.add.reduce(recent_computed) / could_compute))
 
 
 class RoundRobin:

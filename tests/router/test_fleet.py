@@ -191,8 +191,11 @@ class AnyHistory(RuleBasedStateMachine):
 
     @invariant()
     def what_the_fleet_knows_is_what_its_engines_say(self) -> None:
-        tokens, _ = self.members.fleet.standing(self.members.fleet.recent(self.now)[0], 1.0)
-        for i, engine in enumerate(self.members.fleet.engines):
+        fleet = self.members.fleet
+        if not fleet.engines:
+            return
+        tokens, _ = fleet.standing(fleet.recent(self.now)[0], *fleet.speeds())
+        for i, engine in enumerate(fleet.engines):
             recent, _ = engine.recent(self.now)
             assert math.isclose(tokens[i], engine.waiting_tokens + RECENT_WEIGHT * recent)
             assert self.members.engines[engine.engine_id] is engine
