@@ -115,17 +115,20 @@ class KVStore(Generic[T]):
         """
         if extent.extent_id in self._coming or extent.extent_id in self._held:
             raise ValueError(f"extent {extent.extent_id!r} was offered before")
-        if extent.kept:
-            self._promote(extent.keys)
-        wanted = extent.without(self._where)
+        wanted: Extent | None = extent
+        if not self._where.keys().isdisjoint(keys := extent.keys):
+            if extent.kept:
+                self._promote(keys)
+            wanted = extent.without(self._where)
         if wanted is None:
             self.counts.duplicate_extents += 1
             return None
-        if not self._make_room(cost(wanted), parent=wanted.parent):
+        num_bytes = cost(wanted)
+        if not self._make_room(num_bytes, parent=wanted.parent):
             self.counts.refused_extents += 1
             return None
         self._coming[wanted.extent_id] = wanted
-        self.used_bytes += cost(wanted)
+        self.used_bytes += num_bytes
         return wanted
 
     def put_end(self, extent_id: str, ticket: T) -> None:
@@ -311,7 +314,7 @@ class KVStore(Generic[T]):
 
     def _upon(self, held: _Held[T]) -> set[str]:
         """Extents that build upon one."""
-        return {extent_id for key in held.found for extent_id in self._builds_upon.get(key, ())}
+        return {i for key in held.found if key in self._builds_upon for i in self._builds_upon[key]}
 
     def _evict(self, extent_id: str) -> None:
         held = self._held[extent_id]
