@@ -94,7 +94,7 @@ class Directory(Generic[H]):
         return frozenset(self._keys.get(holder, ()))
 
     def holds(self, holder: H, key: BlockKey) -> bool:
-        return bool(self.holders_of((key,))[0] & self._bit.get(holder, 0))
+        return bool(self.holders_of_one(key) & self._bit.get(holder, 0))
 
     def add(self, holder: H, keys: Iterable[BlockKey]) -> None:
         """The holder has these too, parents first. Saying it twice changes nothing."""
@@ -167,8 +167,12 @@ class Directory(Generic[H]):
         """Stands for the holder in `holders_of` until the directory changes; 0 if it has nothing."""
         return self._bit.get(holder, 0)
 
+    def holders_of_one(self, key: BlockKey) -> int:
+        """The bits of its holders."""
+        return self._holders[self._place.get(key, 0)]
+
     def holders_of(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Of each key, the bits of its holders."""
+        """The same of each key."""
         names, holders, place_of = self._names, self._holders, self._place.get
         found: list[int] = []
         place = place_of(keys[0], 0) if keys else 0

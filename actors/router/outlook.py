@@ -50,7 +50,7 @@ class Reach:
     device_tokens: Numbers
     """Of the blocks that the engine holds or expects, be their state there or not."""
     stored_tokens: int
-    """So far nobody gets beyond with all that stores have; 0 if they have nothing."""
+    """So far nobody gets beyond with all that stores have; 0 if nobody gets further than its device does."""
     own_store_tokens: Numbers | float
     """Beyond what is on the device, the own node's store has no more than this of them."""
 
@@ -101,6 +101,8 @@ class Outlook:
         size = self._block_size
         on_device = np.minimum(self._all_on_device(fleet), self._limit)
         furthest = self._furthest_of_any(fleet.engines) if self._any_store else 0
+        if furthest <= np.minimum.reduce(on_device):
+            furthest = 0
         return Reach(
             prompt_tokens=self._request.num_prompt_tokens,
             device_tokens=on_device * size,
