@@ -177,15 +177,22 @@ class KVStore(Generic[T]):
         )
 
     def hottest(self, max_bytes: int) -> list[tuple[Extent, T]]:
-        """What is found here, with its tickets: what was used last first, and whatever builds upon something
-        behind that; so many bytes of the budget at most."""
+        """What is found here, with its tickets: what was used last comes first, but behind what it builds
+        upon; so many bytes of the budget at most."""
         chosen: list[tuple[Extent, T]] = []
-        for extent_id in chain(reversed(self._kept), reversed(self._interior)):
-            held = self._held[extent_id]
-            max_bytes -= cost(held.extent)
-            if max_bytes < 0:
-                break
-            chosen.append((held.extent, held.ticket))
+        seen: set[str] = set()
+        for last in sorted(self._held.values(), key=lambda held: (held.extent.kept, held.used), reverse=True):
+            path: list[_Held[T]] = []
+            held: _Held[T] | None = last
+            while held is not None and held.extent.extent_id not in seen:
+                seen.add(held.extent.extent_id)
+                path.append(held)
+                held = self._held.get(self._where.get(held.extent.parent, ""))
+            for step in reversed(path):
+                max_bytes -= cost(step.extent)
+                if max_bytes < 0:
+                    return chosen
+                chosen.append((step.extent, step.ticket))
         return chosen
 
     def release(self, lease_id: int) -> None:

@@ -138,6 +138,12 @@ class EngineView:
         self._recent_at = now
         self._write()
 
+    def pretend(self, recent_tokens: float, now: float) -> None:
+        """As if so much had been placed here lately. One that comes to others would else have all that they
+        are asked for until as much stands there as they had of late: a queue on one beside idle ones."""
+        self._recent_tokens, self._recent_at = recent_tokens, now
+        self._write()
+
     def forget_old(self, now: float) -> None:
         while self._notes and now - next(iter(self._notes.values()))[0] >= NOTE_LIFETIME_S:
             self._drop_note(next(iter(self._notes)))

@@ -52,8 +52,11 @@ class Members:
     def set_engines(self, infos: Iterable[EngineInfo]) -> None:
         """Exactly these may be placed on."""
         wanted = {info.engine_id: info for info in infos}
+        now, before = self._clock(), list(self.engines.values())
+        used = sum(view.recent(now)[0] for view in before) / max(1, len(before))
         for new in sorted(wanted.keys() - self._views.keys()):
             self._views[new] = EngineView(self._with_shared_rule(wanted[new]))
+            self._views[new].pretend(used, now)
         self._change(self.engines.keys(), wanted.keys(), self._views.keys())
         self.engines = {engine_id: view for engine_id, view in self._views.items() if engine_id in wanted}
         self.fleet = Fleet.of(tuple(self.engines.values()))

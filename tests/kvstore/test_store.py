@@ -269,3 +269,16 @@ def test_an_entry_names_what_it_builds_upon() -> None:
     entry = StoredEntry(key=block("a", 1), parent=block("a", 0), offset=0, size=3, checksum=7)
     extent = Extent(extent_id="x", entries=(entry,), num_bytes=3)
     assert extent.parent == block("a", 0) and extent.without({block("a", 1)}) is None
+
+
+def test_what_was_used_last_is_given_away_first_and_behind_what_it_builds_upon() -> None:
+    store = a_store(num_entries=8)
+    for path in ("a", "b"):
+        for i in range(3):
+            assert put(store, blocks(path, i, i + 1))
+    use(store, "a", 3)
+    given = [extent.keys for extent, _ in store.hottest(store.budget_bytes)]
+    assert given == [(block(path, i),) for path in ("a", "b") for i in range(3)]
+    some = [extent.keys for extent, _ in store.hottest(4 * (UNIT + ENTRY_BYTES))]
+    assert some == given[:4]
+    assert store.hottest(0) == []
