@@ -120,46 +120,52 @@ def serve(
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
     from shoal.cluster.autoscaler import AutoscalingConfig  # noqa: PLC0415
     from shoal.cluster.lifecycle import ServeError  # noqa: PLC0415
-    from shoal.cluster.serve import ServeOptions, serve  # noqa: PLC0415
+    from shoal.cluster.options import ModelOptions, ServeOptions  # noqa: PLC0415
+    from shoal.cluster.serve import serve  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
     from shoal.kvstore.sizes import parse_size  # noqa: PLC0415
 
     with one_line_errors(ServeError, ModelSourceError):
+        autoscaling = None
+        if max_engines is not None:
+            autoscaling = AutoscalingConfig(
+                min_replicas=engines,
+                max_replicas=max_engines,
+                target_ongoing_requests=target_ongoing_requests,
+                target_ttft_s=target_ttft,
+                upscale_delay_s=upscale_delay,
+                downscale_delay_s=downscale_delay,
+            )
         serve(
             ServeOptions(
-                model=model,
-                revision=revision,
-                served_model_name=served_model_name,
-                engines=engines,
+                models=(
+                    ModelOptions(
+                        model=model,
+                        revision=revision,
+                        served_model_name=served_model_name,
+                        engines=engines,
+                        autoscaling=autoscaling,
+                        threads=threads,
+                        memory_bytes=None if memory is None else parse_size(memory),
+                        num_dropped_layers=num_dropped_layers,
+                        kv_write_policy=kv_write_policy,
+                        max_model_len=max_model_len,
+                        max_queued_requests=max_queued_requests,
+                        max_queued_tokens=max_queued_tokens,
+                        block_size=block_size,
+                        prefix_cache=prefix_cache,
+                        kv_cache_dtype=kv_cache_dtype,
+                        max_num_seqs=max_num_seqs,
+                        max_num_batched_tokens=max_num_batched_tokens,
+                        require_kernels=require_kernels,
+                    ),
+                ),
                 ingresses=ingresses,
-                threads=threads,
-                memory_bytes=None if memory is None else parse_size(memory),
-                num_dropped_layers=num_dropped_layers,
                 kv_store_bytes=None if kv_store_memory is None else parse_size(kv_store_memory, or_none=True),
-                kv_write_policy=kv_write_policy,
-                max_model_len=max_model_len,
-                max_queued_requests=max_queued_requests,
-                max_queued_tokens=max_queued_tokens,
-                block_size=block_size,
-                prefix_cache=prefix_cache,
-                kv_cache_dtype=kv_cache_dtype,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
                 routing_policy=routing_policy,
-                require_kernels=require_kernels,
                 http=HttpConfig(host=host, port=port, api_key=api_key),
                 address=address,
                 name=name,
-                autoscaling=None
-                if max_engines is None
-                else AutoscalingConfig(
-                    min_replicas=engines,
-                    max_replicas=max_engines,
-                    target_ongoing_requests=target_ongoing_requests,
-                    target_ttft_s=target_ttft,
-                    upscale_delay_s=upscale_delay,
-                    downscale_delay_s=downscale_delay,
-                ),
                 is_detached=detached,
                 stop_grace_s=stop_grace,
                 drain_s=drain_timeout,
