@@ -47,6 +47,7 @@ MAY_USE_RAY = (
     "shoal.kvstore.metrics",
     "shoal.kvstore.object_store",
     "shoal.kvstore.reporter",
+    "shoal.cluster.connection",
     "shoal.cluster.driver",
     "shoal.cluster.launcher",
     "shoal.cluster.lifecycle",

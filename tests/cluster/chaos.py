@@ -91,17 +91,16 @@ class Blow:
         os.kill(before, self.signal)
 
         def is_replaced() -> bool:
-            if victim in served.names():
-                return served.pid(victim) != before
-            return self.role in ("engine", "store") and victim not in served.ready_engines()
+            if self.role in ("engine", "store"):
+                return victim not in served.names()
+            return served.pid(victim) != before
 
         return lambda: _is_true(is_replaced) and _is_true(lambda: is_whole(served))
 
     def _victim(self, served: Served) -> str:
         if self.role == "engine":
             names = served.engine_names()
-            busy = [name for name in names if _is_true(partial(served.holds_a_request, name))]
-            return (busy or names)[0]
+            return max(names, key=partial(_num_requests, served))
         return served.store_names()[0] if self.role == "store" else self.role
 
 
@@ -110,6 +109,13 @@ def is_whole(served: Served) -> bool:
     return (
         bool(ready) and ready == set(on_router) and bool(served.store_names()) and served.get("/ready") == 200
     )
+
+
+def _num_requests(served: Served, engine: str) -> int:
+    try:
+        return int(ray.get(served.actor(engine).health.remote(), timeout=10).num_requests)
+    except (ValueError, ray.exceptions.RayError):
+        return 0
 
 
 def _is_true(condition: Callable[[], bool]) -> bool:
