@@ -109,7 +109,7 @@ class Deployment:
         self.spec = spec
         self._launcher = launcher
         self._clock = clock
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._has_been_ready = False
         self.known_router = launcher.adopt_router(spec)
         """The last that was ready, or was found. The others are told of it while it is away as well: they
@@ -201,7 +201,7 @@ class Deployment:
         self._let_leave()
         self.router.tick()
         self.known_router = self.router.ready or self.known_router
-        self.members = [member for member in self.members if member.tick(self._drain_s)]
+        self.members = [member for member in self.members if member.tick(self.drain_s)]
         self._has_been_ready = self._has_been_ready or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:

@@ -118,6 +118,8 @@ class Supervisor:
         wanted = {deployment.deployment_id: deployment for deployment in spec.deployments}
         outgoing = tuple(d.spec for i, d in self._deployments.items() if i not in wanted)
         self.wish = replace(self.wish, spec=spec, outgoing=outgoing)
+        for runs in self._deployments.values():
+            runs.drain_s = spec.drain_s
         for deployment_id, deployment in wanted.items():
             if deployment_id in self._deployments:
                 self._deployments[deployment_id].respec(deployment)
@@ -145,7 +147,7 @@ class Supervisor:
         """Let everything on it finish, and start nothing there any more; by a part of its id that no
         other's has. Raises ValueError if there is none, or no other is left."""
         nodes = self._launcher.nodes
-        leaving = self.wish.leaving | {_the_one(node, nodes)}
+        leaving = self.wish.leaving | {_the_one("node", node, nodes)}
         if leaving >= set(nodes):
             raise ValueError(
                 f"node: {node} is the last one that could host engines; add one, or stop the cluster"
@@ -154,12 +156,17 @@ class Supervisor:
 
     def undrain_node(self, node: str) -> None:
         """Raises ValueError if it is not being left."""
-        self.wish = replace(self.wish, leaving=self.wish.leaving - {_the_one(node, list(self.wish.leaving))})
+        self.wish = replace(
+            self.wish, leaving=self.wish.leaving - {_the_one("node", node, list(self.wish.leaving))}
+        )
 
-    def drain_engine(self, engine_id: EngineId) -> None:
-        """Replace it once it has finished what it has. Raises ValueError if there is none."""
-        if not any(deployment.drain(engine_id) for deployment in self._deployments.values()):
-            raise ValueError(f"engine: {engine_id!r} does not run here")
+    def drain_engine(self, engine: str) -> None:
+        """Replace it once it has finished what it has; by a part of its id that no other's has. Raises
+        ValueError if there is none."""
+        speaking = [m.watched.info.engine_id for d in self._deployments.values() for m in d.speaking]
+        whole = EngineId(_the_one("engine", engine, speaking))
+        for deployment in self._deployments.values():
+            deployment.drain(whole)
 
     def renew_lease(self) -> None:
         self._ticks_of_lease = LEASE_TICKS
@@ -311,11 +318,13 @@ class Supervisor:
                     engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
 
 
-def _the_one(part: str, ids: Sequence[str]) -> str:
+def _the_one(kind: str, part: str, ids: Sequence[str]) -> str:
     found = [whole for whole in ids if part in whole] if part else []
+    if part in ids:
+        return part
     if len(found) != 1:
-        choice = ", ".join(sorted(whole[-8:] for whole in ids)) or "none"
-        raise ValueError(f"node: {part!r} names {len(found)} nodes; there is {choice}")
+        choice = ", ".join(sorted(ids)) or "none"
+        raise ValueError(f"{kind}: {part!r} names {len(found)} of {choice}")
     return found[0]
 
 

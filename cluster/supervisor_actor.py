@@ -14,7 +14,6 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
-from shoal.actors.messages import EngineId
 from shoal.cluster.launcher import RayLauncher, namespace_of
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.status import as_dict
@@ -89,10 +88,10 @@ class SupervisorActor:
             self._supervisor.undrain_node(node)
             self._keep()
 
-    def drain_engine(self, engine_id: EngineId) -> None:
+    def drain_engine(self, engine: str) -> None:
         """Raises ValueError."""
         with self._lock:
-            self._supervisor.drain_engine(engine_id)
+            self._supervisor.drain_engine(engine)
 
     def stop(self) -> None:
         """End the cluster, this process too; returns at once."""

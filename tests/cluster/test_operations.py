@@ -109,7 +109,7 @@ def test_it_becomes_another_under_streams_while_its_supervisor_is_killed(
 
 
 def test_what_cannot_be_is_one_line(detached: Served, ray_address: str, checkpoint: Path) -> None:
-    assert told(detached, "drain", "--node", "zz", status=1).startswith("error: node: 'zz' names 0 nodes")
+    assert told(detached, "drain", "--node", "zz", status=1).startswith("error: node: 'zz' names 0 of ")
     assert "is the last one" in told(
         detached, "drain", "--node", status(detached)["ingresses"][0]["node"], status=1
     )
