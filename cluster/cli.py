@@ -1,6 +1,7 @@
 """The `shoal` command. It parses and reports; the work is elsewhere, imported when a command needs it."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -10,6 +11,7 @@ from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
+from shoal.cluster.keys import app as keys_app
 from shoal.kvstore.layout import KVDtype, RowDtype
 
 app = typer.Typer(
@@ -18,6 +20,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(keys_app, name="keys")
 
 
 @app.command()
@@ -41,6 +44,19 @@ def serve(
     ] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="SHOAL_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="A file of several, with tenants and limits, as `shoal keys new` writes it."),
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="SHOAL_ADMIN_KEY", help="Operators must send it as a bearer token.")
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Speak HTTPS with this certificate and its chain, as PEM.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Its private key, if that is not in the same file.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -85,6 +101,7 @@ def serve(
     name: Annotated[str, typer.Option(help="Name of this cluster within Ray.")] = "default",
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
+    from shoal.actors.ingress.keys import hash_of  # noqa: PLC0415
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
     from shoal.cluster.serve import ServeError, ServeOptions, serve  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
@@ -113,7 +130,15 @@ def serve(
                 max_num_batched_tokens=max_num_batched_tokens,
                 routing_policy=routing_policy,
                 require_kernels=require_kernels,
-                http=HttpConfig(host=host, port=port, api_key=api_key),
+                http=HttpConfig(
+                    host=host,
+                    port=port,
+                    api_key_hash=None if api_key is None else hash_of(api_key),
+                    api_keys=_absolute(api_keys),
+                    admin_key_hash=None if admin_key is None else hash_of(admin_key),
+                    ssl_certfile=_absolute(ssl_certfile),
+                    ssl_keyfile=_absolute(ssl_keyfile),
+                ),
                 address=address,
                 name=name,
             ),
@@ -166,6 +191,11 @@ def plan(
         typer.echo(json.dumps(made.as_dict(), indent=2))
     else:
         show(made, console)
+
+
+def _absolute(path: Path | None) -> str | None:
+    """For processes whose working directory is another. Links stay: they may be turned elsewhere later."""
+    return None if path is None else str(path.absolute())
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from shoal.actors.engine.models.choose import lean_model, model_config
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
+from shoal.actors.ingress.door_files import DoorFiles
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.footprint import Limits, footprint
@@ -39,6 +40,8 @@ from shoal.kvstore.sizes import format_size
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
+LOCAL = "local"
+"""A Ray of our own."""
 MAX_PORT = 65535
 SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
@@ -84,6 +87,7 @@ class ServeOptions:
 
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+    _check_door(options)
     checkpoint = resolve_model(options.model, revision=options.revision)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
@@ -112,6 +116,13 @@ def serve(options: ServeOptions, console: Console) -> None:
             console.print("stopping")
 
 
+def _check_door(options: ServeOptions) -> None:
+    """What an ingress would say of its files, unless they are on its node alone."""
+    paths = (options.http.api_keys, options.http.ssl_certfile, options.http.ssl_keyfile)
+    if _address(options) == LOCAL or all(Path(path).exists() for path in paths if path is not None):
+        DoorFiles(options.http, time.monotonic)
+
+
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
     """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
     hf, wanted = load_config(checkpoint), options.max_model_len
@@ -132,9 +143,9 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     Never joins whatever cluster happens to be found on the machine.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(options)
     private: dict[str, Any] = {}
-    if address == "local":
+    if address == LOCAL:
         wanted_cpus = options.engines * (options.threads or 1)
         private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
         private |= _object_store_of_our_own(options.kv_store_bytes)
@@ -142,13 +153,17 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     try:
         context = ray.init(address=address, logging_level=logging.WARNING, **private)
     except Exception as error:  # a bare one too, when a process of a Ray of our own does not start
-        if address == "local":
+        if address == LOCAL:
             raise ServeError(f"Ray does not start here ({_reason(error)})") from error
         raise ServeError(f"no Ray at {address} ({_reason(error)}): check --address or RAY_ADDRESS") from error
     try:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _address(options: ServeOptions) -> str:
+    return options.address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 
 def _reason(error: Exception) -> str:
