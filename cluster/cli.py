@@ -101,7 +101,6 @@ def serve(
     name: Annotated[str, typer.Option(help="Name of this cluster within Ray.")] = "default",
 ) -> None:
     """Serve a model over an OpenAI-compatible HTTP API until interrupted."""
-    from shoal.actors.ingress.keys import hash_of  # noqa: PLC0415
     from shoal.actors.messages import HttpConfig  # noqa: PLC0415
     from shoal.cluster.serve import ServeError, ServeOptions, serve  # noqa: PLC0415
     from shoal.cluster.sources import ModelSourceError  # noqa: PLC0415
@@ -133,9 +132,9 @@ def serve(
                 http=HttpConfig(
                     host=host,
                     port=port,
-                    api_key_hash=None if api_key is None else hash_of(api_key),
+                    api_key_hash=_hashed("--api-key", api_key),
                     api_keys=_absolute(api_keys),
-                    admin_key_hash=None if admin_key is None else hash_of(admin_key),
+                    admin_key_hash=_hashed("--admin-key", admin_key),
                     ssl_certfile=_absolute(ssl_certfile),
                     ssl_keyfile=_absolute(ssl_keyfile),
                 ),
@@ -191,6 +190,16 @@ def plan(
         typer.echo(json.dumps(made.as_dict(), indent=2))
     else:
         show(made, console)
+
+
+def _hashed(flag: str, key: str | None) -> str | None:
+    from shoal.actors.ingress.keys import hash_of  # noqa: PLC0415
+
+    if key is None:
+        return None
+    if not key.strip():
+        raise ValueError(f"{flag} is empty: leave it out, or give one that `shoal keys new` has made")
+    return hash_of(key)
 
 
 def _absolute(path: Path | None) -> str | None:

@@ -3,7 +3,6 @@
 import hmac
 import ipaddress
 from collections.abc import Callable
-from contextlib import nullcontext
 
 from fastapi import Request
 
@@ -36,14 +35,14 @@ class Guard:
         """A client, as `request.state.client`; what it posts counts until its answer has ended. ApiError."""
         client = self._client(request)
         request.state.client = client
-        request.state.until_answered.enter_context(
-            client.allowance.request() if request.method == "POST" else nullcontext()
-        )
+        if request.method == "POST":
+            request.state.until_answered.enter_context(client.allowance.request())
 
     def _client(self, request: Request) -> Client:
         if self.keys is None:
             return self._anybody
-        client = self.keys.find(_bearer(request))
+        key = _bearer(request)
+        client = self.keys.find(key) if key else None
         if client is None:
             raise invalid_api_key()
         return client
@@ -51,14 +50,15 @@ class Guard:
     async def admit_operator(self, request: Request) -> None:
         """Raises ApiError for everybody else."""
         if self._admin_key_hash is not None:
-            if not hmac.compare_digest(hash_of(_bearer(request)), self._admin_key_hash):
+            key = _bearer(request)
+            if not (key and hmac.compare_digest(hash_of(key), self._admin_key_hash)):
                 raise invalid_api_key("admin")
         elif self.keys is not None or not _is_on_this_machine(request):
             raise admin_key_needed()
 
 
 def _bearer(request: Request) -> bytes:
-    """Headers are bytes on the wire, which Starlette reads as latin-1."""
+    """Nothing if there is none. Headers are bytes on the wire, which Starlette reads as latin-1."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
 

@@ -90,7 +90,7 @@ def parse_keys(text: str) -> tuple[KeyEntry, ...]:
     """
     try:
         document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError("it must be a mapping with a list `keys`")

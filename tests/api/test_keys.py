@@ -288,6 +288,20 @@ def test_operators_need_the_admin_key_where_there_is_one(card: ModelCard, codec:
         assert operate(guard, card, codec, headers=headers) == {401}
 
 
+def test_nothing_is_no_key_even_where_somebody_has_hashed_it(card: ModelCard, codec: TextCodec) -> None:
+    door = Door(card, codec, guard=guarding("", admin_key=""))
+
+    async def scenario() -> set[int]:
+        async with door.client() as client:
+            return {
+                (await client.get(path, headers=headers)).status_code
+                for path in ("/v1/models", "/admin/keys")
+                for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Bearer  "})
+            }
+
+    assert run_in_virtual_time(scenario()) == {401}
+
+
 def test_the_admin_key_is_no_clients_key(card: ModelCard, codec: TextCodec) -> None:
     door = Door(card, codec, guard=guarding("client", admin_key="root"))
 

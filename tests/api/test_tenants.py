@@ -18,7 +18,7 @@ from tests.api.server import serving
 from tests.ingress.clock import Clock
 
 PROMPT = "the quick brown fox jumps over the lazy dog and the dog is not amused"
-TENANTS = {"alice": "acme", "bob": "acme", "eve": "evil", "default": None}
+TENANTS = {"alice": "acme", "bob": "acme", "eve": "evil", "mallory": "ac", "default": None}
 """By name, which is also the key."""
 NOWHERE = {"device": 0, "own_store": 0, "other_store": 0}
 
@@ -53,6 +53,7 @@ OTHERS: list[dict[str, Any]] = [
     {"name": "default"},
     {"name": "eve", "cache_salt": "acme"},
     {"name": "eve", "cache_salt": tenant_salt("acme", "")},
+    {"name": "mallory", "cache_salt": "me"},
     {"name": "eve", "header": "acme"},
     {"name": "eve", "header": tenant_salt("acme", "")},
     {"name": "alice", "cache_salt": "a"},

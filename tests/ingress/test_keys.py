@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.actors.ingress.keys import (
@@ -79,6 +79,21 @@ def test_a_wrong_file_is_one_line_that_tells_no_key(tmp_path: Path, text: str, m
         read_keys(path)
     assert message in str(raised.value) and str(path) in str(raised.value)
     assert "\n" not in str(raised.value) and "secret" not in str(raised.value)
+
+
+yaml_like = st.text(st.sampled_from("keys: -[]{}'\"\n\t#&*!|>%@`0=.~"), max_size=40)
+
+
+@given(st.text() | yaml_like | yaml_like.map(lambda text: f"keys: {text}"))
+@example("[" * 10_000)
+@example("keys: 2026-99-99")
+@example("{1: 2}")
+@example("keys: [&a {name: *a}]")
+def test_whatever_is_written_there_the_worst_is_one_line(text: str) -> None:
+    try:
+        parse_keys(text)
+    except ValueError as error:
+        assert "\n" not in str(error)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
