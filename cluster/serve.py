@@ -23,7 +23,6 @@ from shoal.actors.engine.models.choose import lean_model, model_config
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
-from shoal.actors.ingress.door_files import DoorFiles
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.footprint import Limits, footprint
@@ -118,9 +117,12 @@ def serve(options: ServeOptions, console: Console) -> None:
 
 def _check_door(options: ServeOptions) -> None:
     """What an ingress would say of its files, unless they are on its node alone."""
-    paths = (options.http.api_keys, options.http.ssl_certfile, options.http.ssl_keyfile)
-    if _address(options) == LOCAL or all(Path(path).exists() for path in paths if path is not None):
-        DoorFiles(options.http, time.monotonic)
+    http = options.http
+    paths = [path for path in (http.api_keys, http.ssl_certfile, http.ssl_keyfile) if path is not None]
+    if paths and (_address(options) == LOCAL or all(Path(path).exists() for path in paths)):
+        from shoal.actors.ingress.door_files import DoorFiles  # noqa: PLC0415  (brings a web framework)
+
+        DoorFiles(http, time.monotonic)
 
 
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:

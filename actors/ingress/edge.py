@@ -39,6 +39,7 @@ QUIET_S = 1.0
 CLIENT_CLOSED_REQUEST = 499
 """Seen in logs and metrics only: whoever would read it is gone."""
 
+OPERATORS = "/admin/"
 MAX_HEAD_BYTES = 32 * 2**10
 """Of a request's target and headers; tokens of sign-on systems have taken 8 to 16 KiB."""
 MAX_TARGET_BYTES = 8 * 2**10
@@ -119,11 +120,11 @@ class Edge:
     async def _let_in(
         self, scope: Scope, receive: Receive, send: Send, limit: asyncio.Timeout, told: _Told
     ) -> None:
-        """Probes and scrapes are let in at any time: they say that there is too much to do."""
+        """Probes, scrapes and operators always are: they see that there is too much, or mend it."""
         _check_head(scope)
         with ExitStack() as until_answered:
-            scope["state"]["until_answered"] = until_answered
-            if scope["method"] != "POST":
+            scope["state"] |= {"until_answered": until_answered, "carry": _carry_freely}
+            if scope["method"] != "POST" or scope["path"].startswith(OPERATORS):
                 await self._app(scope, receive, send)
                 return
             visit = until_answered.enter_context(self._gate.visit(limit))
@@ -176,6 +177,10 @@ def report_failure(scope: Scope, error: Exception) -> None:
         logger.warning("request %s: %s %s", request_id, error.status, error.detail or error)
     if error.status >= 500:
         scope["state"]["metrics"].count_error(str(error.code))
+
+
+def _carry_freely(num_bytes: int) -> None:
+    """A body that is not counted at the gate."""
 
 
 def _check_head(scope: Scope) -> None:

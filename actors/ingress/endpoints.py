@@ -128,7 +128,7 @@ class Endpoints:
         take: Callable[[GenerationT, str], Intent],
         shape: type[Answer],
     ) -> Response:
-        salt = cache_salt_of(request)
+        gateways_salt = cache_salt_of(request)
         data = await read_body(request, max_bytes=self._max_body_bytes)
         parsed = partial(self._intake.parse, data, model)
         if len(data) <= SHORT_BYTES:
@@ -138,7 +138,7 @@ class Endpoints:
         self._warn(request, ignored)
         deadline = self._deadline(request, body.timeout)
         client: Client = request.state.client
-        salt = tenant_salt(client.tenant, salt or body.cache_salt or "")
+        salt = tenant_salt(client.tenant, gateways_salt or body.cache_salt or "")
 
         def taken() -> tuple[Intent, list[Transcript]]:
             intent = take(body, salt)

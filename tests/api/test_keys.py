@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from shoal.actors.ingress.edge import MAX_HEAD_BYTES, MAX_HEADERS, MAX_TARGET_BYTES
+from shoal.actors.ingress.gate import GateConfig
 from shoal.actors.ingress.guard import Guard
 from shoal.actors.ingress.keys import KeyEntry, KeyRing, hash_of, tenant_salt
 from shoal.actors.ingress.text import TextCodec
@@ -346,6 +347,22 @@ def test_where_clients_need_keys_nobody_is_an_operator_without_the_admin_key(
 ) -> None:
     assert operate(guarding("client"), card, codec) == {403}
     assert operate(guarding("client"), card, codec, headers=as_("client")) == {403}
+
+
+def test_operators_are_let_in_where_there_is_no_room_for_clients(card: ModelCard, codec: TextCodec) -> None:
+    door = Door(card, codec, limits=GateConfig(max_requests=1))
+    door.dispatcher.script = Script(hangs=True)
+
+    async def scenario() -> list[int]:
+        async with door.client() as client:
+            waiting = asyncio.create_task(client.post(COMPLETIONS, json={**FOX, "timeout": 5}))
+            await asyncio.sleep(1)
+            paths = (COMPLETIONS, "/admin/keys")
+            statuses = [(await client.post(path, json=FOX)).status_code for path in paths]
+            await waiting
+            return statuses
+
+    assert run_in_virtual_time(scenario()) == [503, 405], "let in, where nothing takes a POST yet"
 
 
 def test_operators_see_who_may_come_in_and_no_hash(card: ModelCard, codec: TextCodec) -> None:

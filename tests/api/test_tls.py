@@ -107,6 +107,15 @@ def test_answers_come_over_tls_whole_and_as_streams(
             assert connection.selected_alpn_protocol() is None, "none was offered"
 
 
+def test_what_is_no_http_is_told_so_over_tls_too(app: FastAPI, tmp_path: Path, authority: Authority) -> None:
+    with (
+        serving(app, context_of(Certificate(tmp_path, authority).files())) as url,
+        closing(handshake(url, trusting(authority))) as connection,
+    ):
+        connection.sendall(b"hello\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
 def test_what_is_too_old_is_not_spoken(app: FastAPI, tmp_path: Path, authority: Authority) -> None:
     context = trusting(authority)
     with pytest.warns(DeprecationWarning):
