@@ -209,7 +209,7 @@ class Endpoints:
         """In the answer's headers every time, in the log once a name."""
         if not ignored:
             return
-        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_NAMES_WARNED_OF]]
+        names = [_UNPRINTABLE.sub("?", name[:64]) or '""' for name in ignored[:MAX_NAMES_WARNED_OF]]
         request.state.warning = "ignored unknown fields: " + ", ".join(names)
         unheard = set(names) - self._names_logged
         if unheard and len(self._names_logged) < MAX_NAMES_LOGGED:
