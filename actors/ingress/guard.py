@@ -7,7 +7,7 @@ from collections.abc import Callable
 from fastapi import Request
 
 from shoal.actors.ingress.errors import admin_key_needed, invalid_api_key
-from shoal.actors.ingress.keys import DEFAULT_TENANT, Client, KeyRing, hash_of
+from shoal.actors.ingress.keys import DEFAULT_TENANT, Client, KeyRing, hash_of, is_hash
 from shoal.actors.ingress.limits import Allowance, Limits
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -26,7 +26,9 @@ class Guard:
     def __init__(
         self, clock: Callable[[], float], *, keys: KeyRing | None = None, admin_key_hash: str | None = None
     ) -> None:
-        """Without `keys` everybody is a client, and all are one tenant."""
+        """Without `keys` everybody is a client, and all are one tenant. ValueError for what is no hash."""
+        if admin_key_hash is not None and not is_hash(admin_key_hash):
+            raise ValueError("admin_key_hash must be a hash as `shoal keys new` shows it, not the key")
         self.keys = keys
         self._admin_key_hash = admin_key_hash
         self._anybody = Client("anybody", DEFAULT_TENANT, Allowance(Limits(), clock))
@@ -60,7 +62,7 @@ class Guard:
 def _bearer(request: Request) -> bytes:
     """Nothing if there is none. Headers are bytes on the wire, which Starlette reads as latin-1."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+    return key.strip(" \t").encode("latin-1") if scheme.lower() == "bearer" else b""
 
 
 def _is_on_this_machine(request: Request) -> bool:

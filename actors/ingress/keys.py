@@ -4,6 +4,7 @@ A key has 256 random bits: nobody finds it by trying, so one fast hash keeps it 
 Those are for passwords, of which there are few enough to try. A file of hashes that leaks lets nobody in.
 """
 
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ DEFAULT_TENANT = "default"
 FLAG = "--api-keys"
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$")]
-KeyHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+HASH = r"^sha256:[0-9a-f]{64}$"
+KeyHash = Annotated[str, Field(pattern=HASH)]
 AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
 
 
@@ -68,6 +70,10 @@ def new_key() -> str:
 def hash_of(key: str | bytes) -> str:
     """As it stands in files."""
     return f"sha256:{sha256(key.encode() if isinstance(key, str) else key).hexdigest()}"
+
+
+def is_hash(text: str) -> bool:
+    return re.fullmatch(HASH, text) is not None
 
 
 def read_keys(path: Path) -> tuple[KeyEntry, ...]:

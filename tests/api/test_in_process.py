@@ -16,7 +16,7 @@ from shoal.actors.messages import ModelCard
 from tests.api.fakes import FakeDispatcher, Script, guarding
 from tests.ingress.checkpoints import tokens_of
 
-KEY = "sk-schlüssel"
+KEY = "sk-schlüssel-à"
 
 
 def ask(app: FastAPI, method: str, path: str, **kwargs: Any) -> httpx.Response:

@@ -303,6 +303,12 @@ def test_nothing_is_no_key_even_where_somebody_has_hashed_it(card: ModelCard, co
     assert run_in_virtual_time(scenario()) == {401}
 
 
+@pytest.mark.parametrize("wrong", ["root", "", hash_of("root").upper(), hash_of("root") + "\n", "größe"])
+def test_an_admin_keys_hash_that_is_none_is_refused_at_the_start(wrong: str) -> None:
+    with pytest.raises(ValueError, match="admin_key_hash must be a hash"):
+        Guard(Clock(), admin_key_hash=wrong)
+
+
 def test_the_admin_key_is_no_clients_key(card: ModelCard, codec: TextCodec) -> None:
     door = Door(card, codec, guard=guarding("client", admin_key="root"))
 
