@@ -5,6 +5,7 @@ scripted engines, with keys, and lets schemathesis send what the schema allows a
 """
 
 import argparse
+import logging
 import shutil
 import subprocess
 import sys
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--seed", type=int)
     arguments = parser.parse_args()
+    logging.disable(logging.WARNING)  # of fields that nobody knows, which is most of them
     key = new_key()
     with served(key) as url:
         status = fuzz(url, key, arguments.seconds, arguments.seed)
