@@ -131,7 +131,7 @@ class EngineRequest:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which is then computed in full: no cached prefix is used."""
     cache_salt: str = ""
-    """Only requests of one salt share cached prefixes."""
+    """Only requests of one salt share cached prefixes. Made of the tenant and of the client's own salt."""
     priority: int = 0
     """Lower is sooner. Of equal ones those that have begun go first, the others by arrival."""
     sources: tuple[PrefixSource, ...] = ()
@@ -322,7 +322,15 @@ class HttpConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
-    api_key: str | None = field(default=None, repr=False)
+    api_key_hash: str | None = field(default=None, repr=False)
+    """Of one key that all clients share. Keys themselves would lie in whatever Ray keeps its actors in."""
+    api_keys: str | None = None
+    """A file of keys with tenants and limits; absolute, on the ingress's node, read again when it changes."""
+    admin_key_hash: str | None = field(default=None, repr=False)
+    ssl_certfile: str | None = None
+    """With the chain that verifies it; absolute, on the ingress's node, read again on change."""
+    ssl_keyfile: str | None = None
+    """None: in ssl_certfile too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The `shoal` command. It parses and reports; the work is elsewhere, imported when a command needs it."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -11,6 +12,7 @@ from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.admin_cli import app as admin_app
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
+from shoal.cluster.keys import app as keys_app
 from shoal.kvstore.layout import KVDtype, RowDtype
 
 app = typer.Typer(
@@ -20,6 +22,7 @@ app = typer.Typer(
 
 app.add_typer(bench_app, name="bench")
 app.add_typer(admin_app)
+app.add_typer(keys_app, name="keys")
 
 
 @app.command()
@@ -43,6 +46,19 @@ def serve(
     ] = 8000,
     api_key: Annotated[
         str | None, typer.Option(envvar="SHOAL_API_KEY", help="Clients must send it as a bearer token.")
+    ] = None,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(help="A file of several, with tenants and limits, as `shoal keys new` writes it."),
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="SHOAL_ADMIN_KEY", help="Operators must send it as a bearer token.")
+    ] = None,
+    ssl_certfile: Annotated[
+        Path | None, typer.Option(help="Speak HTTPS with this certificate and its chain, as PEM.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None, typer.Option(help="Its private key, if that is not in the same file.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name that clients ask for.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
@@ -163,7 +179,15 @@ def serve(
                 ingresses=ingresses,
                 kv_store_bytes=None if kv_store_memory is None else parse_size(kv_store_memory, or_none=True),
                 routing_policy=routing_policy,
-                http=HttpConfig(host=host, port=port, api_key=api_key),
+                http=HttpConfig(
+                    host=host,
+                    port=port,
+                    api_key_hash=_hashed("--api-key", api_key),
+                    api_keys=_absolute(api_keys),
+                    admin_key_hash=_hashed("--admin-key", admin_key),
+                    ssl_certfile=_absolute(ssl_certfile),
+                    ssl_keyfile=_absolute(ssl_keyfile),
+                ),
                 address=address,
                 name=name,
                 is_detached=detached,
@@ -219,6 +243,21 @@ def plan(
         typer.echo(json.dumps(made.as_dict(), indent=2))
     else:
         show(made, console)
+
+
+def _hashed(flag: str, key: str | None) -> str | None:
+    from shoal.actors.ingress.keys import hash_of  # noqa: PLC0415
+
+    if key is None:
+        return None
+    if not key.strip():
+        raise ValueError(f"{flag} is empty: leave it out, or give one that `shoal keys new` has made")
+    return hash_of(key)
+
+
+def _absolute(path: Path | None) -> str | None:
+    """For processes whose working directory is another. Links stay: they may be turned elsewhere later."""
+    return None if path is None else str(path.absolute())
 
 
 def main() -> None:

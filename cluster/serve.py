@@ -35,6 +35,7 @@ def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     took = StartTime(time.monotonic, before_s=process_age_s())
     took.until_here("command")
+    _check_door(options)
     models = [_read(model) for model in options.models]
     # A wrong limit is refused before Ray is started.
     _spec(options, models, [_Share(threads=1, memory_bytes=1)] * len(models))
@@ -82,6 +83,16 @@ def _read(options: ModelOptions) -> _Model:
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
     )
     return _Model(options=options, card=card, lean=lean)
+
+
+def _check_door(options: ServeOptions) -> None:
+    """What an ingress would say of its files, unless they are on its node alone."""
+    http = options.http
+    paths = [path for path in (http.api_keys, http.ssl_certfile, http.ssl_keyfile) if path is not None]
+    if paths and (ray_address(options) == LOCAL or all(Path(path).exists() for path in paths)):
+        from shoal.actors.ingress.door_files import DoorFiles  # noqa: PLC0415  (brings a web framework)
+
+        DoorFiles(http, time.monotonic)
 
 
 def _read_config(checkpoint: Path, options: ModelOptions) -> tuple[int, LeanModel | None]:

@@ -5,12 +5,12 @@ import errno
 import logging
 import math
 import socket
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.streams import EngineStreams
@@ -41,6 +41,7 @@ class IngressActor:
         self._loading: dict[DeploymentId, asyncio.Task[None]] = {}
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Ingress({self._http.host}:{self._http.port})"
@@ -54,19 +55,24 @@ class IngressActor:
     async def _start(self) -> IngressInfo:
         # transformers takes seconds to import: not while Ray waits for the class
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
+        from shoal.actors.ingress.connections import server_of  # noqa: PLC0415
+        from shoal.actors.ingress.door_files import DoorFiles  # noqa: PLC0415
         from shoal.actors.ingress.models import Models  # noqa: PLC0415
         from shoal.actors.ingress.remote_cluster import RemoteCluster  # noqa: PLC0415
 
+        files = DoorFiles(self._http, time.monotonic)
         listener = listen(self._http)
         self._models, self._cluster = Models(), RemoteCluster()
         for card in self._cards:
             await self._load(card)
-        app = create_app(models=self._models, cluster=self._cluster, api_key=self._http.api_key)
+        app = create_app(models=self._models, cluster=self._cluster, guard=files.guard)
         self._gate = app.state.gate
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        self._server = server_of(app, None if files.tls is None else files.tls.context)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._following = asyncio.create_task(files.follow(app.state.metrics))
         host, port = self._http.host, listener.getsockname()[1]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if files.tls is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         settle()
         node = ray.get_runtime_context().get_node_id()
         return IngressInfo(ingress_id=self._ingress_id, url=url, node=node)
@@ -130,6 +136,8 @@ class IngressActor:
         """Answers while the event loop turns; raises when the server has ended."""
         if self._serving is not None and self._serving.done():
             raise RuntimeError("the HTTP server has ended")
+        if self._following is not None and self._following.done():
+            raise RuntimeError("nobody follows the files of keys and certificates any more")
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; open requests may go on for grace_s, and are then answered that they cannot."""

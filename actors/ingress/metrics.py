@@ -4,6 +4,7 @@ Labels are bounded: routes, statuses and error codes are ours, never what a clie
 """
 
 from dataclasses import fields
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,6 +16,7 @@ from prometheus_client import (
 )
 
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.errors import Limit
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.messages import CachedTokens
 
@@ -46,6 +48,17 @@ class Metrics:
             "shoal_request_errors",
             "Failures of the service by code, also inside of streams: overloaded, no_engine, timeout, ...",
             ["code"],
+            registry=registry,
+        )
+        self._rate_limited = Counter(
+            "shoal_rate_limited", "Requests refused for their key's limits.", ["limit"], registry=registry
+        )
+        for limit in get_args(Limit):
+            self._rate_limited.labels(limit)
+        self._reloads = Counter(
+            "shoal_file_reloads",
+            "Files that changed and were read again; of one that is refused what was before stays.",
+            ["file", "outcome"],
             registry=registry,
         )
         self._finished = Counter(
@@ -107,6 +120,12 @@ class Metrics:
 
     def count_error(self, code: str) -> None:
         self._errors.labels(code).inc()
+
+    def count_rate_limited(self, limit: Limit) -> None:
+        self._rate_limited.labels(limit).inc()
+
+    def count_reload(self, file: str, *, succeeded: bool) -> None:
+        self._reloads.labels(file, "read" if succeeded else "refused").inc()
 
     def count_finished(self, reason: Finish) -> None:
         self._finished.labels(reason).inc()

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
+from shoal.actors.ingress.guard import Guard
+from shoal.actors.ingress.keys import KeyEntry, KeyRing, hash_of
 from shoal.actors.ingress.models import Models, ServedModel
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import (
@@ -62,6 +64,16 @@ class Script:
     @property
     def ends_well(self) -> bool:
         return not self.hangs and self.error is None and self.raises is None
+
+
+def guarding(*keys: str, admin_key: str | None = None) -> Guard:
+    """Clients need one of these keys, if there are any."""
+    entries = [KeyEntry(name=f"client-{index}", hash=hash_of(key)) for index, key in enumerate(keys)]
+    return Guard(
+        lambda: 0.0,
+        keys=KeyRing(lambda: 0.0, always=entries) if keys else None,
+        admin_key_hash=None if admin_key is None else hash_of(admin_key),
+    )
 
 
 def logprob_of(token_id: int, num_top: int) -> TokenLogprob:

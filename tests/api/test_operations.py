@@ -17,7 +17,7 @@ from shoal.actors.ingress.edge import LAST_WORDS_S
 from shoal.actors.ingress.gate import GateConfig
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
-from tests.api.fakes import FakeDispatcher, Script, serving_one
+from tests.api.fakes import FakeDispatcher, Script, guarding, serving_one
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
 
@@ -34,7 +34,7 @@ class Door:
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         transport = httpx.ASGITransport(app=self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shoal") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
@@ -284,8 +284,8 @@ def test_prefix_caches_can_be_reset(http: httpx.Client, dispatcher: FakeDispatch
     assert http.post("/reset_prefix_cache").status_code == 503
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/reset_prefix_cache", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"])
 def test_what_works_asks_for_the_key(card: ModelCard, codec: TextCodec, path: str) -> None:
-    door = Door(card, codec, api_key="sk")
+    door = Door(card, codec, guard=guarding("sk"))
     assert door.post(path, {}).status_code == 401
     assert door.metrics()["shoal_http_requests_total{endpoint=" + path + "}{status=401}"] == 1

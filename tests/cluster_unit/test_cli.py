@@ -49,6 +49,11 @@ def serve(*arguments: str) -> str:
         (["--ingresses", "0"], "--ingresses"),
         (["--port", "65534", "--ingresses", "3"], "--port 65534 leaves no room for --ingresses 3"),
         (["--port", "0", "--ingresses", "30000"], "choose --host or lower --ingresses"),
+        (["--api-key", ""], "--api-key is empty: leave it out"),
+        (["--admin-key", " "], "--admin-key is empty: leave it out"),
+        (["--api-keys", "/nowhere.yaml"], "--api-keys /nowhere.yaml: No such file or directory"),
+        (["--ssl-certfile", "/nowhere.pem"], "--ssl-certfile /nowhere.pem: No such file or directory"),
+        (["--ssl-keyfile", "/nowhere.pem"], "--ssl-keyfile needs --ssl-certfile"),
     ],
 )
 def test_a_wrong_choice_is_one_line(checkpoint: str, flags: list[str], message: str) -> None:
