@@ -127,7 +127,7 @@ class _Share:
 
 def _shares(options: ServeOptions, models: Sequence[_Model], running: ClusterSpec | None) -> list[_Share]:
     """Of an engine of each model. What is not said is an even share of what is free, or stays as it is where
-    a cluster is changed. Raises ServeError for more than a Ray of our own has."""
+    a cluster is changed. Raises ServeError for more than there is, where nobody waits for more."""
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     num_cpus, ray_memory = int(free.get("CPU", 0)), int(free.get("memory", 0))
     num_engines = max(1, sum(model.engines for model in options.models))
@@ -147,8 +147,8 @@ def _shares(options: ServeOptions, models: Sequence[_Model], running: ClusterSpe
                 memory_bytes=model.options.memory_bytes or unsaid.memory_bytes,
             )
         )
-    all_is_said = all(model.threads and model.memory_bytes for model in options.models)
-    if not running and (ray_address(options) == LOCAL or not all_is_said):  # else nodes may come
+    may_wait = options.is_detached or any(model.autoscaling for model in options.models)
+    if not running and not may_wait:  # else nodes may come, and who waits says for what
         _check_that_they_fit(options, shares, num_cpus, ray_memory)
     return shares
 
