@@ -102,22 +102,25 @@ class RayLauncher:
         name = _new_name(f"{ENGINE_PREFIX}{index}-")
         config = self._spec.engine
         options = {"num_cpus": config.threads, "memory": config.memory_bytes}
-        return RayEngine(name, self._launch(name, EngineActor, options, EngineId(name), config))
+        args = (EngineId(name), config, self._spec.model_labels)
+        return RayEngine(name, self._launch(name, EngineActor, options, *args))
 
     def store(self, node: str) -> RayStore:
         name = _new_name(_store_prefix(node))
         budget = store_budget(self._spec.kv_store_bytes, object_store_bytes().get(node, 0))
         here = NodeAffinitySchedulingStrategy(node, soft=False)
         options = {"num_cpus": 0, "scheduling_strategy": here}
-        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget))
+        args = (StoreId(name), budget, self._spec.labels)
+        return RayStore(name, self._launch(name, StoreActor, options, *args))
 
     def router(self) -> RayRouter:
-        args = (self._spec.engine.block_size, self._spec.routing_policy)
+        args = (self._spec.engine.block_size, self._spec.routing_policy, self._spec.labels)
         return RayRouter(ROUTER, self._launch(ROUTER, RouterActor, {"num_cpus": 0}, *args))
 
     def ingress(self, index: int) -> RayIngress:
         name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]
-        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http))
+        args = (self._spec.model, http, self._spec.model_labels)
+        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, *args))
 
     def adopt_engines(self) -> list[RayEngine]:
         return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]

@@ -30,6 +30,16 @@ class ClusterSpec:
         return len(self.http)
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Of the metrics of every process."""
+        return {"shoal_cluster": self.name}
+
+    @property
+    def model_labels(self) -> dict[str, str]:
+        """Of those that serve the model."""
+        return {**self.labels, "model_name": self.model.name}
+
+    @property
     def namespace(self) -> str:
         """The Ray namespace in which the cluster's actors have their names."""
         return f"shoal-{self.name}"

@@ -19,6 +19,7 @@ class Stores:
         self._clock = clock
         self._stores: dict[str, Watched[StoreProcess]] = {}
         """By node."""
+        self._num_failures_elsewhere = 0  # on nodes that have no store any more
         self._adopted = list(launcher.adopt_stores())
 
     @property
@@ -32,6 +33,14 @@ class Stores:
         return {node: store.trouble for node, store in self._stores.items() if store.trouble}
 
     @property
+    def num_wanted(self) -> int:
+        return len(self._stores)
+
+    @property
+    def num_failures(self) -> int:
+        return self._num_failures_elsewhere + sum(store.num_failures for store in self._stores.values())
+
+    @property
     def adopting(self) -> bool:
         """One that runs beside a ready engine has not said yet that it is ready."""
         return any(store.adopting for store in self._stores.values())
@@ -42,7 +51,9 @@ class Stores:
             launch = partial(self._launcher.store, node)
             self._stores[node] = Watched(launch, self._clock, self._adopt(node), essential=False)
         for node in self._stores.keys() - nodes:
-            self._stores.pop(node).kill()
+            gone = self._stores.pop(node)
+            self._num_failures_elsewhere += gone.num_failures
+            gone.kill()
         if all_are_known:
             self._kill_adopted()
         for store in self._stores.values():

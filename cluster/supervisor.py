@@ -10,6 +10,7 @@ from shoal.actors.messages import EngineInfo, IngressInfo
 from shoal.cluster.processes import STOP_GRACE_S, Launcher
 from shoal.cluster.stores import Stores
 from shoal.cluster.watch import Watched
+from shoal.kvstore.families import Role
 from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
@@ -36,6 +37,14 @@ class ClusterStatus:
     @property
     def ready(self) -> bool:
         return all(self.ingresses) and all(self.engines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCounts:
+    wanted: int
+    ready: int
+    failures: int
+    """Since the supervisor began."""
 
 
 class Supervisor:
@@ -108,6 +117,26 @@ class Supervisor:
             failed=next((member.fatal for member in self._members.values() if member.fatal), None),
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
+
+    def counts(self) -> dict[Role, RoleCounts]:
+        watched: dict[Role, list[Watched[Any]]] = {
+            "router": [self._router],
+            "ingress": self._ingresses,
+            "engine": self._engines,
+        }
+        counts = {
+            role: RoleCounts(
+                wanted=len(members),
+                ready=sum(member.ready is not None for member in members),
+                failures=sum(member.num_failures for member in members),
+            )
+            for role, members in watched.items()
+        }
+        stores = self._stores
+        counts["store"] = RoleCounts(
+            wanted=stores.num_wanted, ready=len(stores.ready), failures=stores.num_failures
+        )
+        return counts
 
     def teardown(self) -> None:
         """End every actor: the front doors first, so that nothing new comes in behind them."""

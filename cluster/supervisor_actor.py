@@ -10,6 +10,8 @@ import ray
 from shoal.cluster.launcher import RayLauncher
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus, Supervisor
+from shoal.cluster.supervisor_metrics import supervisor_metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,8 @@ class SupervisorActor:
             with_stores=spec.kv_store_bytes != 0,
             clock=time.monotonic,
         )
+        self._metrics = Metrics(SUPERVISOR, spec.labels)
+        self._told_at = -METRICS_INTERVAL_S
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._thread.start()
@@ -66,6 +70,9 @@ class SupervisorActor:
                 return
             self._supervisor.tick()
             expired = self._supervisor.lease_expired
+            if time.monotonic() >= self._told_at + METRICS_INTERVAL_S:
+                self._told_at = time.monotonic()
+                self._metrics.tell(supervisor_metrics(self._supervisor))
         if expired:
             self.teardown()
             ray.kill(ray.get_runtime_context().current_actor)

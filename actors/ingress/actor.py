@@ -11,9 +11,11 @@ from typing import Any
 import uvicorn
 
 from shoal.actors.ingress.interpreter import settle
+from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics
 
 BACKLOG = 2048
 
@@ -21,13 +23,16 @@ BACKLOG = 2048
 class IngressActor:
     """A new id each time the process starts: the engines drop what an earlier one had asked for."""
 
-    def __init__(self, model: ModelCard, http: HttpConfig) -> None:
+    def __init__(self, model: ModelCard, http: HttpConfig, labels: Labels = NO_LABELS) -> None:
+        """labels: of its metrics."""
+        self._labels = labels
         self._model = model
         self._http = http
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
         self._streams = EngineStreams(self._ingress_id, model.block_size)
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
         return f"Ingress({self._http.host}:{self._http.port})"
@@ -47,6 +52,7 @@ class IngressActor:
         codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
         app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
         self._intake, self._gate = app.state.intake, app.state.gate
+        self._telling = asyncio.create_task(self._publish_metrics(app.state.metrics))
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
@@ -66,6 +72,12 @@ class IngressActor:
         """Answers while the event loop turns; raises when the server has ended."""
         if self._serving is not None and self._serving.done():
             raise RuntimeError("the HTTP server has ended")
+
+    async def _publish_metrics(self, counted: IngressMetrics) -> None:
+        metrics = Metrics(self._ingress_id, self._labels)
+        while True:
+            metrics.tell(counted.families())
+            await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; open requests may go on for grace_s, and are then answered that they cannot."""

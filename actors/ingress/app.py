@@ -52,7 +52,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
     """The front door of one model."""
-    metrics = Metrics()
+    metrics = Metrics(model.name)
     gate = Gate(limits, Pace(clock))
     intake = Intake(model, codec, generation_defaults(model.checkpoint))
     endpoints = Endpoints(
@@ -68,6 +68,7 @@ def create_app(
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.intake = intake  # to be told the fingerprint
     app.state.gate = gate  # to be closed
+    app.state.metrics = metrics  # to be told to Ray
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)

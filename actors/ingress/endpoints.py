@@ -117,7 +117,8 @@ class Endpoints:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        exposition = self._metrics.exposition(await self._dispatcher.loads())
+        return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _generate(
         self,

@@ -72,10 +72,11 @@ async def text_deltas(
                 raise heard
             if heard is not None:
                 watch.heard()
-                _, delta = heard
+                index, delta = heard
                 if delta.finish_reason is not None:
                     unfinished -= 1
-                    metrics.count_finished(delta.finish_reason)
+                    took_s = asyncio.get_running_loop().time() - deadline.arrived
+                    metrics.count_finished(delta.finish_reason, choices[index].usage, took_s)
             yield heard
     finally:
         watch.cancel()

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.messages import (
     CachedTokens,
+    EngineId,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     RequestError,
@@ -72,6 +74,7 @@ class FakeDispatcher:
         self.is_ready = True
         self.resets = True
         self.processes: dict[str, Outstanding | None] = {}
+        self.engines: dict[EngineId, EngineLoad] = {}
         self.opened: list[EngineRequest] = []
         self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
@@ -84,6 +87,9 @@ class FakeDispatcher:
 
     async def reset_prefix_cache(self) -> bool:
         return self.resets
+
+    async def loads(self) -> Mapping[EngineId, EngineLoad]:
+        return self.engines
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return self.processes

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 import ray
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from tests.checkpoints import smollm2, tiny_llama
 from tests.cluster.served import Served, private_ray, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
@@ -166,7 +167,7 @@ def _run(served: Served, args: argparse.Namespace, blows: Sequence[Blow]) -> int
     wait_for(served.is_clean, "everything is returned")
     continuations = metric(served, "shoal_continuations_total")
     again = metric(served, "shoal_recomputed_tokens_total") / max(1.0, continuations)
-    blind = metric(served, "shoal_blind_placements_total")
+    blind = sum(metric(served, f'shoal_placements_total{{by="{by}"}}') for by in PlacedBy if by.is_blind)
     print(f"{streams.num_complete} streams complete, {len(streams.failures)} failures")
     print(f"{continuations:.0f} continuations, {again:.1f} tokens computed again in each; {blind:.0f} blind")
     for failure in streams.failures[:5]:

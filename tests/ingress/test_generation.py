@@ -15,6 +15,8 @@ from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import (
     CachedTokens,
+    EngineId,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     RequestId,
@@ -88,6 +90,9 @@ class Recorded:
     async def reset_prefix_cache(self) -> bool:
         return True
 
+    async def loads(self) -> dict[EngineId, EngineLoad]:
+        return {}
+
     async def outstanding(self) -> dict[str, Outstanding | None]:
         return {}
 
@@ -156,7 +161,7 @@ def test_an_answer_that_went_on_elsewhere_is_counted_with_what_was_computed_agai
 
     first, second = begins("alpha", 0, 1), begins(" beta", 2, 3)
     listening = Listening(Recorded([first, second, chunk("", FinishReason.LENGTH)])).listen()
-    exposition = listening.metrics.exposition().decode()
+    exposition = listening.metrics.exposition({}).decode()
     assert "shoal_continuations_total 1.0" in exposition
     computed = 1 + len(first.token_ids) - 2
     assert f"shoal_recomputed_tokens_total {float(computed)}" in exposition
