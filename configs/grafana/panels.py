@@ -398,11 +398,13 @@ HEALTH = Row(
         ),
         Panel(
             "Silence",
-            "Since each process last told its metrics. More than half a minute: it is gone, or hangs.",
+            "Since each process last told its metrics, if it did within ten minutes. More than half a "
+            "minute: it is gone, or hangs.",
             "s",
             (
                 Query(
-                    f"time() - max by (process) (ray_shoal_heartbeat_timestamp_seconds{{{CLUSTER}}})",
+                    "time() - max by (process) "
+                    f"(last_over_time(ray_shoal_heartbeat_timestamp_seconds{{{CLUSTER}}}[10m]))",
                     "{{process}}",
                 ),
             ),

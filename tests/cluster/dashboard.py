@@ -1,8 +1,10 @@
 """Every panel of the dashboard has data: `python -m tests.cluster.dashboard`.
 
-A cluster of two engines under some load; a real Prometheus scrapes Ray's nodes, by Ray's own discovery file,
-and the ingress; then each panel's queries are asked. Ends with 1 if one of them has no data, or if what Ray
-shows is not what is documented. Prometheus is Debian's package: `apt-get install prometheus`.
+A cluster of two engines under some load, one of which is killed; a real Prometheus scrapes Ray's nodes, by
+Ray's own discovery file, and the ingress; then each panel's queries are asked. Ends with 1 if one of them
+has no data, if what has happened is not counted, or if what Ray shows is not what is documented.
+
+Prometheus is Debian's package: `apt-get install prometheus`.
 """
 
 import argparse
@@ -10,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,9 @@ SCRAPE_S = 2
 WINDOW = "1m"
 LOAD_S = 45.0
 DASHBOARD = ROOT / "configs" / "grafana" / "shoal.json"
+LARGER: dict[str, Any] = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 768}
+"""Than other tests' model, whose prompts are sooner computed than fetched."""
+
 VARIABLES = {"$__rate_interval": WINDOW, "$model": ".*", "$engine": ".*"}
 
 
@@ -104,8 +110,15 @@ def ask(client: httpx.Client, query: str) -> list[dict[str, Any]]:
 
 
 def drive(served: Served, seconds: float) -> int:
-    """Conversations that share their beginnings, of several clients at once; how many were answered."""
+    """Conversations that share their beginnings, of several clients at once; how many were answered.
+
+    In their midst an engine is killed: they go on on the other one, and its successor fetches what it needs.
+    """
     until, num_answered, lock = time.monotonic() + seconds, 0, threading.Lock()
+    killing = threading.Timer(
+        seconds / 4, lambda: os.kill(served.pid(served.engine_names()[0]), signal.SIGKILL)
+    )
+    killing.start()
 
     def converse(client: int) -> None:
         nonlocal num_answered
@@ -113,7 +126,7 @@ def drive(served: Served, seconds: float) -> int:
             for turn in range(10_000):
                 if time.monotonic() > until:
                     return
-                prompt = f"{client % 3} " * 40 + "the quick brown fox " * (1 + turn % 5)
+                prompt = f"{client % 3} " * 600 + "the quick brown fox " * (1 + turn % 5)
                 body = {"prompt": prompt, "max_tokens": 24, "stream": turn % 2 == 0}
                 assert http.post("/v1/completions", json=body).status_code == 200
                 if turn % 10 == 9:
@@ -123,6 +136,7 @@ def drive(served: Served, seconds: float) -> int:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(converse, range(8)))
+    killing.join()
     return num_answered
 
 
@@ -143,6 +157,21 @@ def without_data(client: httpx.Client, cluster: str) -> list[str]:
             if all(map(math.isnan, values)):
                 failures.append(f"{panel['title']}: no data for {query}")
     return failures
+
+
+def unseen(client: httpx.Client, cluster: str) -> list[str]:
+    """What has happened, and is not counted."""
+    happened = {
+        "the engine that was killed": 'ray_shoal_restarts_total{role="engine", %s}',
+        "an answer that went on": "ray_shoal_continuations_total{%s}",
+        "its prefix, computed again": "ray_shoal_recomputed_tokens_total{%s}",
+        "a prefix that the next engine fetched": "ray_shoal_kv_fetches_total{%s}",
+        "a request that was refused": 'ray_shoal_requests_total{outcome="refused", %s}',
+        "an answer": "vllm:generation_tokens_total",
+    }
+    where = f'shoal_cluster="{cluster}"'
+    queries = {what: f"sum({name % where if '%' in name else name}) > 0" for what, name in happened.items()}
+    return [f"{what} is not seen: {query}" for what, query in queries.items() if not ask(client, query)]
 
 
 def names_that_differ(client: httpx.Client, cluster: str) -> list[str]:
@@ -178,13 +207,16 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory() as folder,
         ray_with_a_dashboard() as (address, discovery),
-        Served.start(tiny_llama(Path(folder), max_position_embeddings=4096), address, engines=2) as served,
+        Served.start(
+            tiny_llama(Path(folder), max_position_embeddings=4096, **LARGER), address, engines=2
+        ) as served,
     ):
         served.wait_until_ready()
         wait_for(discovery.exists, "Ray's discovery file")
         with prometheus(discovery, served.url) as client:
             print(f"{drive(served, args.seconds)} requests answered", flush=True)
             failures = without_data(client, served.name)
+            failures += unseen(client, served.name)
             failures += names_that_differ(client, served.name) + told_twice(client, served.name)
             print()
             for failure in failures:
