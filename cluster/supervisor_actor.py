@@ -32,10 +32,9 @@ class SupervisorActor:
             clock=time.monotonic,
         )
         self._metrics = Metrics(SUPERVISOR, spec.labels)
-        self._told_at = -METRICS_INTERVAL_S
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._thread.start()
+        for name, run in (("supervisor", self._run), ("supervisor-metrics", self._publish_metrics)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
         return "Supervisor"
@@ -64,15 +63,19 @@ class SupervisorActor:
             logging.shutdown()
             os._exit(1)
 
+    def _publish_metrics(self) -> None:
+        """On a thread of its own: no fault in telling numbers is to end those who serve."""
+        while not self._stopped.wait(METRICS_INTERVAL_S):
+            with self._lock:
+                families = list(supervisor_metrics(self._supervisor))
+            self._metrics.tell(families)
+
     def _tick(self) -> None:
         with self._lock:
             if self._stopped.is_set():
                 return
             self._supervisor.tick()
             expired = self._supervisor.lease_expired
-            if time.monotonic() >= self._told_at + METRICS_INTERVAL_S:
-                self._told_at = time.monotonic()
-                self._metrics.tell(supervisor_metrics(self._supervisor))
         if expired:
             self.teardown()
             ray.kill(ray.get_runtime_context().current_actor)

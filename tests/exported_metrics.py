@@ -73,9 +73,10 @@ def by_vllms_names() -> list[Metric]:
     return list(VllmNames(_ingress().families(), "model", loads).collect())
 
 
-def told_to_ray() -> frozenset[str]:
-    """Names of series as Ray's endpoint shows them."""
-    return frozenset(f"ray_{name}" for told in of_each_role().values() for name in _series(told))
+def told_to_ray(*, but_by: str = "") -> frozenset[str]:
+    """Names of series as Ray's endpoint shows them. but_by: a role that is not there."""
+    told = [families for role, families in of_each_role().items() if role != but_by]
+    return frozenset(f"ray_{name}" for families in told for name in _series(families))
 
 
 def _series(families: Iterable[Metric]) -> set[str]:

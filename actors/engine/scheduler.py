@@ -113,7 +113,7 @@ class Scheduler:
         """
         self._config = config
         self._clock = clock
-        self.pools = self._pools = pools
+        self._pools = pools
         self._fingerprint = fingerprint
         rule = rule or BoundaryRule()
         self._deferred = DeferredRelease(pools)
@@ -143,6 +143,10 @@ class Scheduler:
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    @property
+    def pools(self) -> Pools:
+        return self._pools
 
     @property
     def prefix_cache(self) -> PrefixCache:
