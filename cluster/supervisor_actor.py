@@ -11,7 +11,7 @@ from shoal.cluster.launcher import RayLauncher
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus, Supervisor
 from shoal.cluster.supervisor_metrics import supervisor_metrics
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +31,13 @@ class SupervisorActor:
             with_stores=spec.kv_store_bytes != 0,
             clock=time.monotonic,
         )
-        self._metrics = Metrics(SUPERVISOR, spec.labels)
+        self._labels = spec.labels
         self._stopped = threading.Event()
         for name, run in (("supervisor", self._run), ("supervisor-metrics", self._publish_metrics)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
-        return "Supervisor"
+        return name_for_people(SUPERVISOR, self._labels)
 
     def status(self) -> ClusterStatus:
         with self._lock:
@@ -65,10 +65,11 @@ class SupervisorActor:
 
     def _publish_metrics(self) -> None:
         """On a thread of its own: no fault in telling numbers is to end those who serve."""
+        metrics = Metrics(SUPERVISOR, self._labels)
         while not self._stopped.wait(METRICS_INTERVAL_S):
             with self._lock:
                 families = list(supervisor_metrics(self._supervisor))
-            self._metrics.tell(families)
+            metrics.tell(families)
 
     def _tick(self) -> None:
         with self._lock:

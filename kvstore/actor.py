@@ -11,7 +11,7 @@ import ray
 
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 from shoal.kvstore.object_store import ObjectStore
 from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
@@ -48,7 +48,7 @@ class StoreActor:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"Store({self._store_id})"
+        return name_for_people(self._store_id, self._labels)
 
     async def start(self) -> StoreInfo:
         """Raises ValueError if the node has no room for the budget."""

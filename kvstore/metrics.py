@@ -17,6 +17,11 @@ platforms call the Kubernetes cluster, which they add to every series."""
 NO_LABELS: Labels = MappingProxyType({})
 
 
+def name_for_people(process: str, labels: Labels) -> str:
+    """As Ray's dashboard and logs show an actor, which several clusters may share: `default/router`."""
+    return "/".join(filter(None, (labels.get("shoal_cluster"), process)))
+
+
 class Metrics:
     """Tells Ray. Every series has the process's name and labels."""
 

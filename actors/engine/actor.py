@@ -33,7 +33,7 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, StoreId
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 from shoal.kvstore.object_store import ObjectStore, RemoteStore
 from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
@@ -73,7 +73,7 @@ class EngineActor:
         self._own_store: StoreId | None = None
 
     def __repr__(self) -> str:
-        return f"Engine({self._engine_id})"
+        return name_for_people(self._engine_id, self._labels)
 
     async def start(self) -> EngineInfo:
         """Load the model; returns when the engine can serve. Raises ValueError for what no retry can mend.

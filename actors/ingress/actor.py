@@ -15,7 +15,7 @@ from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import EngineId, HttpConfig, IngressId, IngressInfo, ModelCard
 from shoal.kvstore.messages import StoreId
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 
 BACKLOG = 2048
 
@@ -35,7 +35,7 @@ class IngressActor:
         self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Ingress({self._http.host}:{self._http.port})"
+        return name_for_people(f"ingress {self._http.host}:{self._http.port}", self._labels)
 
     async def start(self) -> IngressInfo:
         """Listen; raises ValueError when the address cannot be had. Asked again, it is the same start."""

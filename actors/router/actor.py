@@ -17,7 +17,7 @@ from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import StoreInfo, StoreReport
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class RouterActor:
         self._publishing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return "Router"
+        return name_for_people("router", self._labels)
 
     async def start(self) -> None:
         """Ready as soon as it answers."""

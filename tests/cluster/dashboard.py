@@ -127,7 +127,7 @@ def drive(served: Served, seconds: float) -> int:
                 if time.monotonic() > until:
                     return
                 prompt = f"{client % 3} " * 600 + "the quick brown fox " * (1 + turn % 5)
-                body = {"prompt": prompt, "max_tokens": 24, "stream": turn % 2 == 0}
+                body = {"prompt": prompt, "max_tokens": 400 if client % 2 else 24, "stream": turn % 2 == 0}
                 assert http.post("/v1/completions", json=body).status_code == 200
                 if turn % 10 == 9:
                     assert http.post("/v1/completions", json={"prompt": 7}).status_code == 400

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.kvstore.families import gauge, gauges, histogram, signs_of_life, total, totals
 from shoal.kvstore.histogram import Histogram
-from shoal.kvstore.metrics import Metrics
+from shoal.kvstore.metrics import NO_LABELS, Metrics, name_for_people
 
 Told = list[tuple[str, float, dict[str, str]]]
 PROCESS = {"shoal_cluster": "c", "process": "engine-a"}
@@ -89,3 +89,8 @@ def test_the_dead_are_known_by_their_last_word(told: Told, metrics: Metrics) -> 
     (heartbeat, spoke_at, _), (_, one, facts) = told
     assert (heartbeat, spoke_at, one) == ("shoal_heartbeat_timestamp_seconds", 1e9, 1)
     assert facts["role"] == "engine" and facts["backend"] == "cpu-avx2" and facts["version"]
+
+
+def test_people_see_whose_process_it_is() -> None:
+    assert name_for_people("router", {"shoal_cluster": "default"}) == "default/router"
+    assert name_for_people("router", NO_LABELS) == "router"
