@@ -316,6 +316,16 @@ class EngineHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an ingress's requests do on an engine."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Of the engine: the share of its blocks that sequences use, anybody's, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
     """Where and how an ingress listens."""
 

@@ -111,6 +111,7 @@ class Deployment:
         self._clock = clock
         self.drain_s = drain_s
         self._has_been_ready = False
+        self._num_failures_gone = 0
         self.known_router = launcher.adopt_router(spec)
         """The last that was ready, or was found. The others are told of it while it is away as well: they
         notice that themselves, and must know each other all the same."""
@@ -124,6 +125,11 @@ class Deployment:
         self.respec(spec)
         if self._autoscaler:
             self.wanted = self.needed = self._autoscaler.wanted((), len(adopted) or spec.num_engines)
+
+    @property
+    def num_failures(self) -> int:
+        """Of engines, since it was made."""
+        return self._num_failures_gone + sum(member.watched.num_failures for member in self.members)
 
     @property
     def is_gone(self) -> bool:
@@ -201,7 +207,9 @@ class Deployment:
         self._let_leave()
         self.router.tick()
         self.known_router = self.router.ready or self.known_router
-        self.members = [member for member in self.members if member.tick(self.drain_s)]
+        for member in list(self.members):
+            if not member.tick(self.drain_s):
+                self._forget(member)
         self._has_been_ready = self._has_been_ready or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:
@@ -227,7 +235,7 @@ class Deployment:
         for member in sorted(self.staying, key=partial(_loss, crowd=crowd))[: max(0, excess)]:
             if member.phase is Phase.JOINING:  # it has nothing to finish
                 member.watched.kill()
-                self.members.remove(member)
+                self._forget(member)
             else:
                 member.drain()
         for _ in range(-excess):
@@ -241,6 +249,10 @@ class Deployment:
         for member in [member for member in self.members if member.is_leaving][: max(0, enough)]:
             member.is_leaving = False
             member.drain()
+
+    def _forget(self, member: Member) -> None:
+        self.members.remove(member)
+        self._num_failures_gone += member.watched.num_failures
 
     def _add(self) -> None:
         taken = {member.index for member in self.members}

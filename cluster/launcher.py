@@ -124,6 +124,8 @@ class RayLauncher:
         cannot."""
         self._on_start = on_start
         self._namespace = namespace_of(name)
+        self._labels = {"shoal_cluster": name}
+        """Of the metrics of every process."""
         self._kv_store_bytes = kv_store_bytes
         self._leaving: frozenset[str] = frozenset()
         self._nodes: list[dict[str, Any]] = []
@@ -144,7 +146,7 @@ class RayLauncher:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
         try:
-            actor = self._launch(name, EngineActor, options, EngineId(name), config)
+            actor = self._launch(name, EngineActor, options, EngineId(name), config, self._of(deployment))
         except Exception:
             remove_placement_group(group)
             raise
@@ -154,11 +156,13 @@ class RayLauncher:
         name = _new_name(_store_prefix(node))
         budget = store_budget(self._kv_store_bytes, object_store_bytes().get(node, 0))
         options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget), self._on_start)
+        return RayStore(
+            name, self._launch(name, StoreActor, options, StoreId(name), budget, self._labels), self._on_start
+        )
 
     def router(self, deployment: DeploymentSpec) -> RayRouter:
         name = _router_name(deployment)
-        args = (deployment.engine.block_size, deployment.routing_policy)
+        args = (deployment.engine.block_size, deployment.routing_policy, self._of(deployment))
         return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args), self._on_start)
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
@@ -166,7 +170,7 @@ class RayLauncher:
         if doorway.node:
             here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
-        actor = self._launch(doorway.name, IngressActor, options, doorway.http, models)
+        actor = self._launch(doorway.name, IngressActor, options, doorway.http, models, self._labels)
         return RayIngress(doorway.name, actor, self._on_start)
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:
@@ -230,6 +234,10 @@ class RayLauncher:
                 return f"needs {_said(what, amount)}, and the largest node has {_said(what, largest)}"
         needs = " and ".join(_said(what, amount) for what, amount in _needs(deployment).items())
         return f"waits for a node that has {needs} free"
+
+    def _of(self, deployment: DeploymentSpec) -> dict[str, str]:
+        """Labels of the metrics of those that serve one model."""
+        return {**self._labels, "model_name": deployment.model.name}
 
     @property
     def _beside_us(self) -> dict[str, Any]:

@@ -76,6 +76,11 @@ class ClusterSpec:
             raise ValueError("--ingresses must be at least 1")
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Of the metrics of every process."""
+        return {"shoal_cluster": self.name}
+
+    @property
     def namespace(self) -> str:
         """The Ray namespace in which the cluster's actors have their names."""
         return f"shoal-{self.name}"

@@ -11,6 +11,7 @@ from shoal.cluster.processes import Introduction, Launcher
 from shoal.cluster.roll import allowed
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.stores import Stores
+from shoal.kvstore.families import Role
 from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
@@ -66,6 +67,14 @@ class ClusterStatus:
         return tuple(e.info for deployment in self.deployments for e in deployment.engines if e.info)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCounts:
+    wanted: int
+    ready: int
+    failures: int
+    """Since the supervisor began."""
+
+
 class Supervisor:
     """Call `tick` every half second. Everything it tells the actors is told again each time, so that one
     that was replaced, or missed a call, knows it a tick later.
@@ -87,6 +96,7 @@ class Supervisor:
         self._stores = Stores(launcher, clock)
         self._ticks_of_lease = LEASE_TICKS
         self._is_stopped = False
+        self._num_failures_gone = 0  # of engines of deployments that are no more
 
     def tick(self, *, early: bool = False) -> None:
         """early: between two of those ticks, since somebody has started. The lease does not count it."""
@@ -202,6 +212,29 @@ class Supervisor:
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
 
+    def counts(self) -> dict[Role, RoleCounts]:
+        deployments, stores, ingresses = self._deployments.values(), self._stores, self._ingresses
+        return {
+            "router": RoleCounts(
+                wanted=len(deployments),
+                ready=sum(d.router.ready is not None for d in deployments),
+                failures=sum(d.router.num_failures for d in deployments),
+            ),
+            "ingress": RoleCounts(
+                wanted=len(ingresses.infos),
+                ready=sum(info is not None for info in ingresses.infos),
+                failures=ingresses.num_failures,
+            ),
+            "engine": RoleCounts(
+                wanted=sum(d.wanted for d in deployments),
+                ready=sum(len(d.ready) for d in deployments),
+                failures=self._num_failures_gone + sum(d.num_failures for d in deployments),
+            ),
+            "store": RoleCounts(
+                wanted=stores.num_wanted, ready=len(stores.ready), failures=stores.num_failures
+            ),
+        }
+
     def teardown(self) -> None:
         """End every actor: the front doors first, so that nothing new comes in behind them."""
         grace_s = self.wish.spec.stop_grace_s
@@ -266,6 +299,7 @@ class Supervisor:
         for deployment_id, deployment in list(self._deployments.items()):
             if deployment_id not in current and deployment.is_gone:
                 deployment.kill()
+                self._num_failures_gone += deployment.num_failures
                 del self._deployments[deployment_id]
                 outgoing = tuple(d for d in self.wish.outgoing if d.deployment_id != deployment_id)
                 self.wish = replace(self.wish, outgoing=outgoing)

@@ -97,6 +97,8 @@ class Watched(Generic[P]):
         self.adopting = adopted is not None
         """It was left by an earlier supervisor, and has not said yet that it is ready."""
         self.has_had_pulse = False
+        self.num_failures = 0
+        """Of processes that it had, or could not have."""
         if adopted is not None:
             self._begin(adopted)
 
@@ -195,6 +197,7 @@ class Watched(Generic[P]):
             self._retry_later(TimeoutError(f"no answer within {PING_DEADLINE_S:.0f} s"))
 
     def _retry_later(self, error: BaseException) -> None:
+        self.num_failures += 1
         self.kill()
         self.trouble = f"{type(error).__name__}: {_last_line(error)}"
         self._retry_at = self._clock() + self._retry_s

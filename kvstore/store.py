@@ -49,6 +49,9 @@ class _Lease:
 class StoreCounts:
     """Since the store was made."""
 
+    reads: int = 0
+    """That found something."""
+    stored_extents: int = 0
     evicted_extents: int = 0
     evicted_bytes: int = 0
     duplicate_extents: int = 0
@@ -149,6 +152,7 @@ class KVStore(Generic[T]):
             self.used_bytes -= cost(extent)
             self.counts.duplicate_extents += 1
             return
+        self.counts.stored_extents += 1
         self._held[extent_id] = _Held(extent, ticket, set(found), used=0)
         self._where.update(dict.fromkeys(found, extent_id))
         self._builds_upon.setdefault(extent.parent, set()).add(extent_id)
@@ -171,6 +175,7 @@ class KVStore(Generic[T]):
                 entries.setdefault(extent_id, []).append(key)
         for extent_id in reversed(entries):  # tails first
             self._use(extent_id)
+        self.counts.reads += bool(entries)
         return Reading(
             lease_id=self._lease(tuple(entries)),
             extents=tuple(self._read_extent(self._held[i], set(wanted)) for i, wanted in entries.items()),

@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "shoal.actors": {"shoal.actors", "shoal.kvstore"},
     "shoal.kvstore": {"shoal.kvstore"},
     "shoal.kernels": {"shoal.kernels"},
+    "shoal.configs": {"shoal.configs"},
 }
 """By prefix; the longest one that fits decides."""
 

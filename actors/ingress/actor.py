@@ -13,6 +13,7 @@ from typing import Any
 import ray
 
 from shoal.actors.ingress.interpreter import settle
+from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     DeploymentCard,
@@ -23,6 +24,7 @@ from shoal.actors.messages import (
     IngressInfo,
 )
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,14 @@ BACKLOG = 2048
 class IngressActor:
     """A new id each time the process starts: the engines drop what an earlier one had asked for."""
 
-    def __init__(self, http: HttpConfig, models: Sequence[DeploymentCard]) -> None:
-        """models: whose tokenizers are loaded before it listens; it may be told of others later."""
+    def __init__(
+        self, http: HttpConfig, models: Sequence[DeploymentCard], labels: Labels = NO_LABELS
+    ) -> None:
+        """models: whose tokenizers are loaded before it listens; it may be told of others later.
+
+        labels: of its metrics.
+        """
+        self._labels = labels
         self._http = http
         self._cards = models
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
@@ -42,9 +50,10 @@ class IngressActor:
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Ingress({self._http.host}:{self._http.port})"
+        return name_for_people(f"ingress {self._http.host}:{self._http.port}", self._labels)
 
     async def start(self) -> IngressInfo:
         """Listen; raises ValueError when the address cannot be had. Asked again, it is the same start."""
@@ -70,6 +79,7 @@ class IngressActor:
         self._server = server_of(app, None if files.tls is None else files.tls.context)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._following = asyncio.create_task(files.follow(app.state.metrics))
+        self._telling = asyncio.create_task(self._publish_metrics(app.state.metrics))
         host, port = self._http.host, listener.getsockname()[1]
         scheme = "http" if files.tls is None else "https"
         url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -138,6 +148,12 @@ class IngressActor:
             raise RuntimeError("the HTTP server has ended")
         if self._following is not None and self._following.done():
             raise RuntimeError("nobody follows the files of keys and certificates any more")
+
+    async def _publish_metrics(self, counted: IngressMetrics) -> None:
+        metrics = Metrics(self._ingress_id, self._labels)
+        while True:
+            metrics.tell(counted.families())
+            await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; open requests may go on for grace_s, and are then answered that they cannot."""

@@ -61,7 +61,7 @@ def create_app(
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.gate = gate  # to be closed
-    app.state.metrics = metrics  # for what happens beside requests
+    app.state.metrics = metrics  # for what happens beside requests, and to be told to Ray
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)

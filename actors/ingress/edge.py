@@ -27,7 +27,8 @@ from shoal.actors.ingress.errors import (
 )
 from shoal.actors.ingress.events import MEDIA_TYPE
 from shoal.actors.ingress.gate import Gate
-from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.metrics import Metrics, Outcome
+from shoal.actors.messages import ErrorKind
 
 REQUEST_ID_HEADER = "x-request-id"
 WARNING_HEADER = "x-shoal-warning"
@@ -44,6 +45,8 @@ MAX_HEAD_BYTES = 32 * 2**10
 """Of a request's target and headers; tokens of sign-on systems have taken 8 to 16 KiB."""
 MAX_TARGET_BYTES = 8 * 2**10
 MAX_HEADERS = 100
+ANSWERS = frozenset(("/v1/chat/completions", "/v1/completions"))
+"""Where a POST asks for an answer. By path: one that is refused at the edge has come to no route."""
 
 LAST_WORDS_S = 10.0
 """For the answer that says that a deadline was missed; who has not read it by then is as good as gone."""
@@ -93,6 +96,7 @@ class Edge:
             "status": None,
             "warning": None,
             "placed_by": {},
+            "failed_with": None,
             "metrics": self._metrics,
             "quiet_until": self._quiet_until,
         }
@@ -116,6 +120,8 @@ class Edge:
             self._metrics.in_flight.dec()
             status = CLIENT_CLOSED_REQUEST if told.status is None else told.status
             self._metrics.count_request(_endpoint(scope), status, now() - state["arrived"])
+            if scope["method"] == "POST" and scope["path"] in ANSWERS:
+                self._metrics.count_outcome(_outcome(told, state["failed_with"]))
 
     async def _let_in(
         self, scope: Scope, receive: Receive, send: Send, limit: asyncio.Timeout, told: _Told
@@ -176,6 +182,7 @@ def report_failure(scope: Scope, error: Exception) -> None:
     elif error.status >= 500 and not (error.status == 503 and _is_quiet(scope, str(error.code))):
         logger.warning("request %s: %s %s", request_id, error.status, error.detail or error)
     if error.status >= 500:
+        scope["state"]["failed_with"] = error.code
         scope["state"]["metrics"].count_error(str(error.code))
 
 
@@ -203,6 +210,14 @@ def _is_quiet(scope: Scope, code: str) -> bool:
         return True
     quiet_until[code] = now + QUIET_S
     return False
+
+
+def _outcome(told: _Told, failed_with: str | None) -> Outcome:
+    if failed_with is not None:
+        return Outcome.OVERLOADED if failed_with == ErrorKind.OVERLOADED else Outcome.FAILED
+    if told.status in (None, CLIENT_CLOSED_REQUEST) or not told.is_whole:
+        return Outcome.ABANDONED
+    return Outcome.COMPLETED if told.status < 400 else Outcome.REFUSED
 
 
 def _endpoint(scope: Scope) -> str:

@@ -26,7 +26,7 @@ from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, 
 from shoal.actors.ingress.intake import Intake, Intent
 from shoal.actors.ingress.invariants import invariants
 from shoal.actors.ingress.keys import Client, tenant_salt
-from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.metrics import Metrics, ModelMetrics
 from shoal.actors.ingress.models import Models
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
@@ -39,7 +39,7 @@ from shoal.actors.ingress.protocol import (
 )
 from shoal.actors.ingress.responses import EventStream, while_connected
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import ModelCard
+from shoal.actors.messages import EngineId, EngineLoad, ModelCard
 from shoal.kvstore.outstanding import Outstanding
 
 INTAKE_THREADS = 4
@@ -126,7 +126,14 @@ class Endpoints:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        models = list(self._models)
+        said = await asyncio.gather(*(model.dispatcher.loads() for model in models))
+        loads: dict[str, dict[EngineId, EngineLoad]] = {}
+        for model, engines in zip(models, said, strict=True):
+            loads.setdefault(model.card.name, {}).update(engines)
+            self._metrics.of(model.card.name)  # shown before it is first asked
+        exposition = self._metrics.exposition(loads)
+        return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _generate(
         self,
@@ -163,8 +170,9 @@ class Endpoints:
             include_usage=body.include_usage,
             include_logprobs=include_logprobs,
         )
-        placed = partial(self._placed, request)
-        deltas = text_deltas(model.dispatcher, choices, deadline, self._metrics, placed)
+        metrics = self._metrics.of(model.card.name)
+        placed = partial(_placed, request, metrics)
+        deltas = text_deltas(model.dispatcher, choices, deadline, metrics, placed)
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
@@ -211,11 +219,6 @@ class Endpoints:
                 raise timed_out(deadline.timeout_s) from None
             raise
 
-    def _placed(self, request: Request, by: PlacedBy) -> None:
-        """Each way is named once in the answer's headers, in the order in which its choices went."""
-        self._metrics.count_placement(by)
-        request.state.placed_by[by] = None
-
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
         """In the answer's headers every time, in the log once a name."""
         if not ignored:
@@ -226,6 +229,12 @@ class Endpoints:
         if unheard and len(self._names_logged) < MAX_NAMES_LOGGED:
             self._names_logged |= unheard
             logger.warning("request %s: %s", request.state.request_id, request.state.warning)
+
+
+def _placed(request: Request, metrics: ModelMetrics, by: PlacedBy) -> None:
+    """Each way is named once in the answer's headers, in the order in which its choices went."""
+    metrics.count_placement(by)
+    request.state.placed_by[by] = None
 
 
 def _tokens_asked_for(body: GenerationRequest, choices: Sequence[Transcript]) -> int:

@@ -14,6 +14,8 @@ from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import (
     CachedTokens,
     DeploymentId,
+    EngineId,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     ModelCard,
@@ -95,6 +97,7 @@ class FakeDispatcher:
         self.is_ready = True
         self.resets = True
         self.processes: dict[str, Outstanding | None] = {}
+        self.engines: dict[EngineId, EngineLoad] = {}
         self.opened: list[EngineRequest] = []
         self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
@@ -107,6 +110,9 @@ class FakeDispatcher:
 
     async def reset_prefix_cache(self) -> bool:
         return self.resets
+
+    async def loads(self) -> Mapping[EngineId, EngineLoad]:
+        return self.engines
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return self.processes

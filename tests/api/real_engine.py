@@ -10,6 +10,7 @@ from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.messages import (
     EngineId,
     EngineInfo,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     PlacementRequest,
@@ -137,6 +138,9 @@ class RealEngine:
     async def reset_prefix_cache(self) -> bool:
         self._bench.engine.reset_prefix_cache()
         return True
+
+    async def loads(self) -> dict[EngineId, EngineLoad]:
+        return {}
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return {self._engine_id: Outstanding(counts=self._bench.engine.outstanding())}

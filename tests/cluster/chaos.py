@@ -20,7 +20,9 @@ from pathlib import Path
 
 import httpx
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from tests.checkpoints import smollm2, tiny_llama
 from tests.cluster.continued import continuations, described, let_engines_fetch_all, watch
 from tests.cluster.served import Served, private_ray, wait_for
@@ -136,9 +138,11 @@ def disturb(served: Served, blows: Sequence[Blow], say: Callable[[str], None], p
         say(f"{blow.signal.name} {blow.role}: whole again after {time.monotonic() - started:.1f} s")
 
 
-def metric(served: Served, name: str) -> float:
-    lines = httpx.get(f"{served.url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+def metric(served: Served, name: str, **labels: str) -> float:
+    """The sum of its series that have these labels."""
+    families = text_string_to_metric_families(httpx.get(f"{served.url}/metrics", timeout=10).text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def main() -> int:
@@ -174,7 +178,7 @@ def _run(served: Served, args: argparse.Namespace, blows: Sequence[Blow]) -> int
     print(f"undisturbed: {args.streams} streams in {time.monotonic() - started:.1f} s", flush=True)
     streams.run_beside(lambda: disturb(served, blows, partial(print, flush=True)))
     wait_for(served.is_clean, "everything is returned")
-    blind = metric(served, "shoal_blind_placements_total")
+    blind = sum(metric(served, "shoal_placements_total", by=by) for by in PlacedBy if by.is_blind)
     print(f"{streams.num_complete} streams complete, {len(streams.failures)} failures; {blind:.0f} blind")
     costs = continuations(served)
     print("\n".join(described(costs)))

@@ -38,7 +38,7 @@ class Followed:
 
     def reloads(self) -> tuple[float, float]:
         """Read and refused."""
-        seen = samples(self.metrics.exposition().decode())
+        seen = samples(self.metrics.exposition({}).decode())
         name = "shoal_file_reloads_total{file=api_keys}{outcome=%s}"
         return seen.get(name % "read", 0), seen.get(name % "refused", 0)
 

@@ -282,3 +282,15 @@ def test_what_was_used_last_is_given_away_first_and_behind_what_it_builds_upon()
     some = [extent.keys for extent, _ in store.hottest(4 * (UNIT + ENTRY_BYTES))]
     assert some == given[:4]
     assert store.hottest(0) == []
+
+
+def test_what_became_of_extents_and_readings_is_counted() -> None:
+    store = a_store(4)
+    put(store, blocks("a", 0, 2))
+    put(store, blocks("a", 0, 2, by="other"))
+    put(store, blocks("b", 0, 4))
+    store.read([block("b", 0)])
+    store.read([block("a", 0)])
+    counts = store.counts
+    assert (counts.stored_extents, counts.duplicate_extents, counts.evicted_extents) == (2, 1, 1)
+    assert counts.reads == 1, "a's are gone: nothing was found"
