@@ -8,6 +8,7 @@ from rich.console import Console
 
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
+from shoal.cluster.batch.cli import batch
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.kvstore.layout import KVDtype, RowDtype
@@ -18,6 +19,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench_app, name="bench")
+app.command()(batch)
 
 
 @app.command()

@@ -117,7 +117,12 @@ class RayLauncher:
 
     def ingress(self, index: int) -> RayIngress:
         name, http = f"{INGRESS_PREFIX}{index}", self._spec.http[index]
-        return RayIngress(name, self._launch(name, IngressActor, {"num_cpus": 0}, self._spec.model, http))
+        options: dict[str, Any] = {"num_cpus": 0}
+        if self._spec.ingress_node is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                self._spec.ingress_node, soft=False
+            )
+        return RayIngress(name, self._launch(name, IngressActor, options, self._spec.model, http))
 
     def adopt_engines(self) -> list[RayEngine]:
         return [RayEngine(name, actor) for name, actor in self._find_all(ENGINE_PREFIX)]

@@ -3,11 +3,11 @@
 import logging
 import os
 import shutil
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,11 +25,13 @@ from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
+from shoal.cluster.console import PLAIN
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
+from shoal.cluster.signals import stop_signal
 from shoal.cluster.sources import resolve_model
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.spec import ClusterSpec, namespace_of
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 from shoal.kvstore.layout import KVDtype
@@ -44,8 +46,15 @@ SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
 """A supervisor that does not answer for so long is ended, and Ray starts it anew."""
 
+PREDECESSOR_DEADLINE_S = 45.0
+"""A lease is 15 s, and its cluster then takes as long as any to end."""
+
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
+
+
+Work = Callable[[str, threading.Event], None]
+"""What is done at the cluster's URL, until it is done or told to stop."""
 
 
 class ServeError(Exception):
@@ -82,8 +91,9 @@ class ServeOptions:
     name: str = "default"
 
 
-def serve(options: ServeOptions, console: Console) -> None:
-    """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+def serve(options: ServeOptions, console: Console, work: Work | None = None) -> None:
+    """Run until SIGINT or SIGTERM, or until work is done that is begun when the cluster is ready; what that
+    raises is raised. Raises ServeError or ValueError with a line for the operator."""
     checkpoint = resolve_model(options.model, revision=options.revision)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
@@ -92,24 +102,73 @@ def serve(options: ServeOptions, console: Console) -> None:
         max_model_len=max_model_len,
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
+        max_num_seqs=options.max_num_seqs,
     )
     # A wrong limit is refused before Ray is started.
     _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
-    with _connected(options) as dashboard_url, _stop_signal() as stop:
+    # Ray takes SIGTERM for itself when it starts.
+    with _connected(options) as dashboard_url, stop_signal() as stop:
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
+        if work is not None:
+            _wait_for_room(options, stop, console)
         spec = _spec(options, model, lean, _share_of_an_engine(options))
+        if work is not None:  # it is done here, and the front door may listen on this machine alone
+            spec = replace(spec, ingress_node=ray.get_runtime_context().get_node_id())
         console.print(
             f"starting {model.name} on {options.engines} engine(s) in Ray namespace {spec.namespace}"
         )
-        with _cluster(spec) as supervisor:
+        with _cluster(spec) as supervisor, _beside(work, stop) as begin:
+
+            def on_ready(status: ClusterStatus) -> None:
+                _announce(status, spec, dashboard_url, console)
+                begin(status)
+
             _watch(
                 supervisor,
                 stop,
                 lambda trouble: console.print(trouble, highlight=False, soft_wrap=True),
-                lambda status: _announce(status, spec, dashboard_url, console),
+                on_ready,
             )
             console.print("stopping")
+
+
+@contextmanager
+def _beside(work: Work | None, stop: threading.Event) -> Iterator[Callable[[ClusterStatus], None]]:
+    """Begins the work on a thread of its own; when it ends we are told to stop, and it ends before the block
+    does. What it raised is raised then."""
+    begun: list[Future[None]] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="work") as thread:
+
+        def begin(status: ClusterStatus) -> None:
+            if work is not None:
+                ingress = status.ingresses[0]
+                assert ingress is not None
+                begun.append(thread.submit(work, ingress.url, stop))
+                begun[0].add_done_callback(lambda _: stop.set())
+
+        try:
+            yield begin
+        finally:
+            stop.set()
+    for done in begun:
+        done.result()
+
+
+def _wait_for_room(options: ServeOptions, stop: threading.Event, console: Console) -> None:
+    """What another has left that was killed goes within its lease; until then it may hold our name, and CPUs
+    and memory."""
+    deadline, said = time.monotonic() + PREDECESSOR_DEADLINE_S, False
+    while time.monotonic() < deadline and not stop.is_set():
+        try:
+            _check_that_nobody_has(options.name)
+            _share_of_an_engine(options)
+            return
+        except ServeError as error:
+            if not said:
+                console.print(f"{error}; waiting for {PREDECESSOR_DEADLINE_S:.0f} s", **PLAIN)
+            said = True
+        stop.wait(POLL_S)
 
 
 def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
@@ -175,20 +234,6 @@ def _check_that_somebody_listens(address: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM. Installed after ray.init, which takes SIGTERM for itself."""
-    stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +316,7 @@ def _free_ports(host: str, num: int) -> list[int]:
 @contextmanager
 def _cluster(spec: ClusterSpec) -> Iterator[Any]:
     """A supervisor, and through it the cluster; on the way out no actor of it is left."""
-    if any(actor["name"] == SUPERVISOR for actor in _named_actors(spec.namespace)):
-        raise ServeError(f"a cluster named {spec.name!r} runs in this Ray already: stop it or choose --name")
+    _check_that_nobody_has(spec.name)
     _end_all(spec.namespace)  # left behind without a supervisor, and serving who knows what
     supervisor = (
         ray.remote(SupervisorActor)
@@ -290,6 +334,11 @@ def _cluster(spec: ClusterSpec) -> Iterator[Any]:
         yield supervisor
     finally:
         _teardown(supervisor, spec)
+
+
+def _check_that_nobody_has(name: str) -> None:
+    if any(actor["name"] == SUPERVISOR for actor in _named_actors(namespace_of(name))):
+        raise ServeError(f"a cluster named {name!r} runs in this Ray already: stop it or choose --name")
 
 
 def _watch(

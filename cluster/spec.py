@@ -18,6 +18,8 @@ class ClusterSpec:
     http: tuple[HttpConfig, ...]
     """Where each ingress listens."""
     routing_policy: RoutingPolicyName = "cost"
+    ingress_node: str | None = None
+    """Where ingresses must run. None: wherever Ray puts them."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1:
@@ -31,5 +33,9 @@ class ClusterSpec:
 
     @property
     def namespace(self) -> str:
-        """The Ray namespace in which the cluster's actors have their names."""
-        return f"shoal-{self.name}"
+        return namespace_of(self.name)
+
+
+def namespace_of(name: str) -> str:
+    """The Ray namespace in which a cluster's actors have their names."""
+    return f"shoal-{name}"

@@ -47,6 +47,7 @@ class IngressActor:
         codec = await asyncio.to_thread(TextCodec.load, self._model.checkpoint)
         app = create_app(model=self._model, codec=codec, dispatcher=self._streams, api_key=self._http.api_key)
         self._intake, self._gate = app.state.intake, app.state.gate
+        self._sequence_slots = app.state.sequence_slots
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         host, port = self._http.host, listener.getsockname()[1]
@@ -60,6 +61,7 @@ class IngressActor:
         """`fingerprint` is the engines'; empty while none is ready, and prompts then have no block keys."""
         if fingerprint:
             self._intake.learn_fingerprint(fingerprint)
+        self._sequence_slots.set(len(engines) * self._model.max_num_seqs)
         await self._streams.introduce(router, engines, stores, fingerprint)
 
     async def ping(self) -> None:

@@ -68,6 +68,7 @@ def create_app(
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.intake = intake  # to be told the fingerprint
     app.state.gate = gate  # to be closed
+    app.state.sequence_slots = metrics.sequence_slots  # to be told how many engines there are
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)

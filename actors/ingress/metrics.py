@@ -42,6 +42,11 @@ class Metrics:
             registry=registry,
         )
         self.in_flight = Gauge("shoal_http_requests_in_flight", "Open HTTP requests.", registry=registry)
+        self.sequence_slots = Gauge(
+            "shoal_sequence_slots",
+            "Sequences that all engines together run at once: more requests than that wait.",
+            registry=registry,
+        )
         self._errors = Counter(
             "shoal_request_errors",
             "Failures of the service by code, also inside of streams: overloaded, no_engine, timeout, ...",
