@@ -14,7 +14,8 @@ from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from shoal.cluster.batch.lines import MAX_LINE_BYTES, Line, Problem, duplicate, prefix_path, read_line
+from shoal.cluster.batch.lines import MAX_LINE_BYTES, Line, Problem, duplicate, read_line
+from shoal.cluster.batch.order import leaders_first, prefix_path
 
 CACHE_KIB = 64 << 10
 TELL_BYTES = 1 << 20
@@ -35,7 +36,7 @@ INSERT INTO duplicate SELECT number, first FROM (
 ) WHERE number > first
 """
 UNANSWERED = """
-SELECT line.number, line.start, line.size, duplicate.first
+SELECT line.path, line.number, line.start, line.size, duplicate.first
 FROM line LEFT JOIN duplicate USING (number) LEFT JOIN answer USING (number)
 WHERE answer.number IS NULL ORDER BY line.path, line.number
 """
@@ -141,9 +142,11 @@ class Index:
         return int(self._database.execute("SELECT count(*) FROM answer").fetchone()[0])
 
     def unanswered(self) -> Iterator[Place]:
-        """Those that share prefixes beside each other."""
-        for number, start, size, first in self._database.execute(UNANSWERED):
-            yield Place(number=number, start=start, size=size, first=first)
+        """In the order in which they are best asked."""
+        return leaders_first(
+            (path, Place(number=number, start=start, size=size, first=first))
+            for path, number, start, size, first in self._database.execute(UNANSWERED)
+        )
 
     def answers(self) -> Iterator[Answer]:
         """In the order of the input."""

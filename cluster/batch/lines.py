@@ -2,15 +2,12 @@
 
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
 from pydantic_core import from_json, to_json
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_LINE_BYTES = 33 << 20
 """A server's door ends at a body of 32 MiB, and what is no batch may have no end of a line at all."""
-PIECE_CHARS = 64
-"""Some 16 tokens: no block of a prefix cache is smaller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,31 +76,6 @@ def _content(line: dict[str, Any]) -> Question | Problem:
 def duplicate(first: int) -> Line:
     """Its custom_id has an answer already, or will have one: it is not written twice."""
     return _unreadable("duplicate_custom_id", f"custom_id: line {first} has the same")
-
-
-def prefix_path(question: Question) -> bytes:
-    """Where a request stands among those that share prefixes: sorted by it, they are neighbours.
-
-    Four bytes for each PIECE_CHARS of the prompt, so it is a path in a trie of pieces: requests that begin
-    alike have equal beginnings of their paths. Two different pieces may have the same four bytes; then two
-    requests are neighbours for nothing.
-    """
-    body = question.body
-    # What may not share is apart; what a body says beside the prompt changes no prefix.
-    path = [crc32(to_json([question.url, body.get("model"), body.get("cache_salt")]))]
-    prompt = to_json(_prompt(body))
-    path += [crc32(prompt[i : i + PIECE_CHARS]) for i in range(0, len(prompt), PIECE_CHARS)]
-    return b"".join(piece.to_bytes(4) for piece in path)
-
-
-def _prompt(body: dict[str, Any]) -> Any:
-    """Of several prompts the first. A message is its role and content, however its fields are ordered."""
-    messages, prompt = body.get("messages"), body.get("prompt")
-    if isinstance(messages, list):
-        return [[m.get("role"), m.get("content")] if isinstance(m, dict) else m for m in messages]
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        return prompt[0]
-    return prompt
 
 
 def is_good(outcome: Reply | Problem) -> bool:

@@ -20,12 +20,14 @@ class Show(Protocol):
     def __call__(self, tally: Tally, /) -> None: ...
 
 
-def progress(tally: Tally, console: Console) -> AbstractContextManager[Show]:
-    return _bar(tally, console) if console.is_terminal else _lines(console)
+def progress(
+    tally: Tally, console: Console, *, clock: Callable[[], float] = time.monotonic
+) -> AbstractContextManager[Show]:
+    return _bar(tally, console, clock) if console.is_terminal else _lines(console, clock)
 
 
 @contextmanager
-def _bar(tally: Tally, console: Console) -> Iterator[Show]:
+def _bar(tally: Tally, console: Console, clock: Callable[[], float]) -> Iterator[Show]:
     columns = (
         TextColumn("batch"),
         BarColumn(),
@@ -33,18 +35,18 @@ def _bar(tally: Tally, console: Console) -> Iterator[Show]:
         TextColumn("{task.fields[told]}"),
         TimeRemainingColumn(compact=True),
     )
-    began = time.monotonic()
+    began = clock()
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("batch", total=tally.num_lines, completed=tally.num_before, told="")
 
         def show(tally: Tally) -> None:
-            bars.update(task, completed=tally.done, told=told(tally, time.monotonic() - began))
+            bars.update(task, completed=tally.done, told=told(tally, clock() - began))
 
         yield show
 
 
 @contextmanager
-def _lines(console: Console, clock: Callable[[], float] = time.monotonic) -> Iterator[Show]:
+def _lines(console: Console, clock: Callable[[], float]) -> Iterator[Show]:
     began = last = clock()
 
     def show(tally: Tally) -> None:

@@ -1,7 +1,6 @@
 """What a line of a batch asks, and where it stands among the others."""
 
 import json
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -10,15 +9,13 @@ from hypothesis import strategies as st
 
 from shoal.cluster.batch.lines import (
     MAX_LINE_BYTES,
-    PIECE_CHARS,
     Problem,
     Question,
     Reply,
     answer_line,
-    prefix_path,
     read_line,
 )
-from tests.cluster_unit.batches import CHAT, COMPLETIONS, line
+from tests.cluster_unit.batches import COMPLETIONS, line
 
 
 def test_a_line_that_asks() -> None:
@@ -87,45 +84,3 @@ def test_an_answer_and_a_problem_in_openais_form() -> None:
         "error": {"code": "c", "message": "m"},
     }
     assert problem.count(b"\n") == answer_line("i", "a", reply).count(b"\n") == 1
-
-
-def path(prompt: Any, **more: Any) -> bytes:
-    return prefix_path(Question(url=COMPLETIONS, body={"prompt": prompt, **more}))
-
-
-def test_prompts_that_begin_alike_have_paths_that_do() -> None:
-    system = "x" * 5 * PIECE_CHARS
-    a, b, c = path(system + "a"), path(system + "b"), path("y" * 500)
-    assert a[: 4 * 5] == b[: 4 * 5]
-    assert a[:8] != c[:8]
-    assert a != b
-
-
-def test_what_may_not_share_is_apart_and_the_rest_of_a_body_says_nothing() -> None:
-    assert path("hello", cache_salt="a")[:4] != path("hello", cache_salt="b")[:4]
-    assert path("hello", model="a")[:4] != path("hello", model="b")[:4]
-    assert path("hello", temperature=0) == path("hello", seed=7)
-
-
-def test_a_message_is_its_role_and_content_in_whichever_order() -> None:
-    def chat(*messages: Any) -> bytes:
-        return prefix_path(Question(url=CHAT, body={"messages": list(messages)}))
-
-    assert chat({"role": "user", "content": "a"}) == chat({"content": "a", "role": "user", "name": "n"})
-    assert chat({"role": "user", "content": "a"}) != chat({"role": "system", "content": "a"})
-    assert chat("nonsense", 7)  # the server will say what is wrong
-
-
-def test_of_several_prompts_the_first_counts_and_of_ids_all() -> None:
-    assert path(["one", "two"]) == path("one")
-    assert path([[1, 2], [3]]) == path([1, 2])
-    assert path([1, 2]) != path([1, 3])
-    assert path([]) and path(None) and path({"odd": 1})
-
-
-@given(st.permutations([(group, i) for group in range(6) for i in range(4)]))
-def test_sorted_by_path_those_that_share_are_neighbours(order: list[tuple[int, int]]) -> None:
-    prompts = [f"{'preamble ' * 10}{f'document {group} ' * 30}question {i}" for group, i in order]
-    in_order = [prompt[: len("preamble ") * 10 + 12] for prompt in sorted(prompts, key=path)]
-    changes = sum(a != b for a, b in pairwise(in_order))
-    assert changes == 5
