@@ -98,7 +98,12 @@ class Index:
         with file, closing(sqlite3.connect("", isolation_level=None, check_same_thread=False)) as database:
             database.executescript(SCHEMA.format(cache_kib=CACHE_KIB))
             index = cls(file, database)
-            index._build(advance, on_line)
+            try:
+                index._build(advance, on_line)
+            except sqlite3.Error as error:
+                raise BatchError(
+                    f"cannot index {path} ({error}): set TMPDIR to where there is room"
+                ) from error
             yield index
 
     def _build(self, advance: Callable[[int], object], on_line: Callable[[int, Line], object]) -> None:
@@ -133,9 +138,13 @@ class Index:
         yield from self._database.execute("SELECT number, first FROM duplicate ORDER BY number")
 
     def set_answers(self, answers: Iterable[Answer]) -> None:
-        """These, and no others, are in the output."""
+        """These, and no others, are in the output. Raises BatchError."""
         self._database.execute("DELETE FROM answer")
-        self._insert("answer", 3, ((answer.number, answer.start, answer.size) for answer in answers))
+        rows = ((answer.number, answer.start, answer.size) for answer in answers)
+        try:
+            self._insert("answer", 3, rows)
+        except sqlite3.IntegrityError as error:
+            raise BatchError("OUT has two answers to one line: choose another, or remove it") from error
 
     @property
     def num_answers(self) -> int:

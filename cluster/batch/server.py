@@ -49,10 +49,12 @@ class Server:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._post(question)
+        except aiohttp.ClientError as error:  # first: that of a connect is a TimeoutError as well
+            return _cut_off(error)
         except TimeoutError:
             return Problem(code="timeout", message=f"no answer within {self._timeout_s:g} seconds")
-        except (aiohttp.ClientError, OSError) as error:
-            return Refusal(outcome=Problem(code="connection_error", message=_reason(error)))
+        except OSError as error:
+            return _cut_off(error)
 
     async def _post(self, question: Question) -> Reply | Problem | Refusal:
         body = to_json(question.body)
@@ -99,6 +101,10 @@ class Server:
     async def _get(self, path: str) -> tuple[int, bytes]:
         async with asyncio.timeout(SHORT_DEADLINE_S), self._http.get(f"{self._url}{path}") as response:
             return response.status, await response.read()
+
+
+def _cut_off(error: Exception) -> Refusal:
+    return Refusal(outcome=Problem(code="connection_error", message=_reason(error)))
 
 
 def _json_object(data: bytes) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from ray.util import list_named_actors
 
@@ -77,6 +78,15 @@ def test_each_engine_computes_a_shared_prefix_once_at_most(served: Served, tmp_p
         computed[answer["custom_id"].split("-")[0]] += cached < PREFIX_TOKENS
     assert set(computed) == {str(group) for group in range(GROUPS)}
     assert all(1 <= times <= 2 for times in computed.values()), computed
+
+
+def test_the_door_says_how_many_sequences_run_at_once(served: Served) -> None:
+    """By which a batch knows how many requests to keep open."""
+
+    def slots() -> bool:
+        return "\nshoal_sequence_slots 16.0\n" in httpx.get(f"{served.url}/metrics", timeout=5).text
+
+    wait_for(slots, "two engines of eight")
 
 
 def test_told_to_stop_it_says_what_is_left(served: Served, source: Path, tmp_path: Path) -> None:

@@ -3,13 +3,13 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -49,6 +49,7 @@ class Says:
     retry_after: str | None = None
     raw: bytes | None = None
     """In place of JSON."""
+    ending: Literal["whole", "cut", "never"] = "whole"
 
 
 @dataclass
@@ -103,6 +104,10 @@ class FakeServer:
         headers = {"x-request-id": f"req-{len(self.asked)}"}
         if says.retry_after is not None:
             headers["retry-after"] = says.retry_after
+        if says.ending == "never":
+            await asyncio.Event().wait()
+        if says.ending == "cut":
+            return StreamingResponse(_cut())
         if says.raw is not None:
             return Response(says.raw, says.status, headers)
         if says.status != 200:
@@ -116,3 +121,8 @@ class FakeServer:
         }
         choice = {"index": 0, "text": prompt[::-1], "finish_reason": "stop"}
         return JSONResponse({"choices": [choice], "usage": usage}, headers=headers)
+
+
+async def _cut() -> AsyncIterator[bytes]:
+    yield b'{"choices"'
+    raise ConnectionResetError

@@ -64,6 +64,13 @@ def test_what_has_an_answer_is_not_asked_and_the_others_beside_whom_they_share_w
         assert index.num_answers == 0
 
 
+def test_two_answers_to_one_line_are_refused(tmp_path: Path) -> None:
+    with Index.of(write_input(tmp_path / "in.jsonl", [line("a")])) as index:
+        answer = Answer(number=1, start=0, size=1)
+        with pytest.raises(BatchError, match="two answers to one line"):
+            index.set_answers([answer, answer])
+
+
 def test_a_line_without_an_end_is_passed_over_in_pieces(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     with path.open("wb") as file:

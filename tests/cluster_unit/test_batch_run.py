@@ -1,5 +1,6 @@
 """`shoal batch` as a person runs it, in front of a server that answers, refuses and hangs up as told."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +8,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from typer.testing import CliRunner, Result
 
+from shoal.cluster.batch.lines import Question
+from shoal.cluster.batch.server import Refusal, Server
 from shoal.cluster.cli import app
 from tests.api.server import serving
 from tests.cluster_unit.batches import CHAT, FakeServer, Says, answers, line, texts, write_input
@@ -140,6 +144,32 @@ def test_what_is_no_json_is_told_in_json(source: Path, target: Path, says: Says,
     assert result.exit_code == 1
     assert json.loads(result.stdout)["errors"] == {code: 20}
     assert "<html>" in target.read_text()
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again(source: Path, target: Path) -> None:
+    cuts = FakeServer(says=lambda prompt, attempt: Says(ending="cut" if attempt == 1 else "whole"))
+    with url_of(cuts) as url:
+        assert run(source, target, "--url", url).exit_code == 0
+    assert len(cuts.asked) == 40
+    assert len(texts(target)) == 20
+
+
+def test_an_answer_that_never_comes_is_given_up(source: Path, target: Path) -> None:
+    hangs = FakeServer(says=lambda prompt, _: Says(ending="never" if prompt.endswith("7") else "whole"))
+    with url_of(hangs) as url:
+        result = run(source, target, "--url", url, "--timeout", 1)
+    assert result.exit_code == 1
+    assert "18 answered, 2 failed (timeout 2)" in result.stderr
+
+
+def test_a_connection_that_is_not_made_in_time_is_tried_again() -> None:
+    class Deaf:
+        def post(self, url: str, data: bytes) -> None:
+            raise aiohttp.ConnectionTimeoutError
+
+    http: Any = Deaf()
+    said = asyncio.run(Server(http, "http://x", 1.0).ask(Question(url=CHAT, body={})))
+    assert isinstance(said, Refusal)
 
 
 def test_without_concurrency_the_server_says_how_much_keeps_it_busy(source: Path, target: Path) -> None:
