@@ -42,6 +42,8 @@ CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
 MAX_PORT = 65535
+PRIVATE = "local"
+"""Ray's own word for one that begins and ends with us."""
 SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
 """A supervisor that does not answer for so long is ended, and Ray starts it anew."""
@@ -110,7 +112,7 @@ def serve(options: ServeOptions, console: Console, work: Work | None = None) -> 
     with _connected(options) as dashboard_url, stop_signal() as stop:
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
-        if work is not None:
+        if work is not None and _address(options) != PRIVATE:
             _wait_for_room(options, stop, console)
         spec = _spec(options, model, lean, _share_of_an_engine(options))
         if work is not None:  # it is done here, and the front door may listen on this machine alone
@@ -191,9 +193,9 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     Never joins whatever cluster happens to be found on the machine.
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = options.address or os.environ.get("RAY_ADDRESS") or "local"
+    address = _address(options)
     private: dict[str, Any] = {}
-    if address == "local":
+    if address == PRIVATE:
         wanted_cpus = options.engines * (options.threads or 1)
         private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
         private |= _object_store_of_our_own(options.kv_store_bytes)
@@ -201,13 +203,17 @@ def _connected(options: ServeOptions) -> Iterator[str | None]:
     try:
         context = ray.init(address=address, logging_level=logging.WARNING, **private)
     except Exception as error:  # a bare one too, when a process of a Ray of our own does not start
-        if address == "local":
+        if address == PRIVATE:
             raise ServeError(f"Ray does not start here ({_reason(error)})") from error
         raise ServeError(f"no Ray at {address} ({_reason(error)}): check --address or RAY_ADDRESS") from error
     try:
         yield context.dashboard_url
     finally:
         ray.shutdown()
+
+
+def _address(options: ServeOptions) -> str:
+    return options.address or os.environ.get("RAY_ADDRESS") or PRIVATE
 
 
 def _reason(error: Exception) -> str:
