@@ -12,6 +12,7 @@ Ends with 1 if an answer differs, if a prefix was computed more than once, or if
 
 import argparse
 import json
+import os
 import random
 import signal
 import statistics
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,8 @@ class Turn:
     """Of prompts and answers."""
     hit_tokens: int
     took_s: float
+    cpu_s: float
+    """Of all processes: what the machine would take with nothing else to do is proportional to it."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -120,9 +124,23 @@ class Turn:
 
     def __str__(self) -> str:
         return (
-            f"{self.tokens_per_s:,.1f} tokens/s ({self.tokens:,} in {self.took_s:.1f} s, "
-            f"{self.hit_tokens:,} of them hit)"
+            f"{self.tokens_per_s:,.1f} tokens/s ({self.tokens:,} in {self.took_s:.1f} s and "
+            f"{self.cpu_s:.1f} s of CPU, {self.hit_tokens:,} of them hit)"
         )
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that descend from it, those that have ended included."""
+    parents, ticks = {}, {}
+    for folder in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    ours = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in ours} - ours:
+        ours |= more
+    return sum(ticks[pid] for pid in ours) / os.sysconf("SC_CLK_TCK")
 
 
 class Alone:
@@ -135,7 +153,7 @@ class Alone:
         self._stream = EngineStream(self._actor)
 
     def turn(self, work: Work, salt: str) -> Turn:
-        started = time.perf_counter()
+        started, cpu_s = time.perf_counter(), cpu_seconds()
         submits = [self._actor.submit.remote(INGRESS, request) for request in work.requests(salt)]
         unfinished, tokens, hit_tokens = len(submits), 0, 0
         for chunk in self._stream.chunks(TURN_DEADLINE_S):
@@ -147,18 +165,24 @@ class Alone:
         took_s = time.perf_counter() - started
         ray.get(submits, timeout=CALL_DEADLINE_S)
         tokens += sum(len(task.prompt) for task in work.tasks)
-        return Turn(tokens=tokens, hit_tokens=hit_tokens, took_s=took_s)
+        return Turn(tokens=tokens, hit_tokens=hit_tokens, took_s=took_s, cpu_s=cpu_seconds() - cpu_s)
 
 
 def batched(work: Work, served: Served, folder: Path, salt: str) -> tuple[Turn, Path]:
-    """The time is the command's own: without Python's start."""
+    """The time is the command's own: without Python's start, which is in that of the CPU."""
     source, target = write_input(folder / f"{salt}.jsonl", work.lines(salt)), folder / f"{salt}.out"
-    batch = Batch(source, target, "--url", served.url, "--json")
+    batch, cpu_s = Batch(source, target, "--url", served.url, "--json"), cpu_seconds()
     if batch.run(within_s=TURN_DEADLINE_S):
         sys.exit(batch.output)
     summary = json.loads(next(each for each in batch.output.splitlines() if each.startswith("{")))
     tokens = summary["prompt_tokens"] + summary["completion_tokens"]
-    return Turn(tokens=tokens, hit_tokens=summary["cached_tokens"], took_s=summary["seconds"]), target
+    turn = Turn(
+        tokens=tokens,
+        hit_tokens=summary["cached_tokens"],
+        took_s=summary["seconds"],
+        cpu_s=cpu_seconds() - cpu_s,
+    )
+    return turn, target
 
 
 def killed_twice(work: Work, served: Served, folder: Path) -> Path:
@@ -197,7 +221,7 @@ def most_computed(work: Work, target: Path) -> int:
 
 def measure(args: argparse.Namespace, served: Served, alone: Alone | None, folder: Path) -> dict[str, Any]:
     work = Work(args)
-    ratios, target = [], folder
+    ratios, by_cpu, target = [], [], folder
     for i in range(args.rounds):
         own = alone.turn(work, f"own-{i}") if alone is not None else None
         turn, target = batched(work, served, folder, f"batch-{i}")
@@ -206,11 +230,13 @@ def measure(args: argparse.Namespace, served: Served, alone: Alone | None, folde
             if turn.tokens != own.tokens:
                 sys.exit(f"error: the batch had {turn.tokens} tokens, the engine {own.tokens}")
             ratios.append(turn.tokens_per_s / own.tokens_per_s)
+            by_cpu.append(own.cpu_s / turn.cpu_s)
             print(f"the engine alone: {own}; the batch has {ratios[-1]:.1%} of it", flush=True)
     undisturbed = said(target)
     result: dict[str, Any] = {
         "lines": len(undisturbed),
         "share_of_the_engines_own": statistics.median(ratios) if ratios else None,
+        "share_by_cpu": statistics.median(by_cpu) if by_cpu else None,
         "times_a_prefix_was_computed": most_computed(work, target),
     }
     if args.kill:
