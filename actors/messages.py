@@ -268,6 +268,8 @@ class ModelCard:
     """Tokens a block key covers."""
     fingerprint: bytes
     """What computed keys and values depend on beside the tokens: names the root of all block keys."""
+    max_num_seqs: int = 0
+    """Sequences that each of its engines runs at once. 0 is "not told"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from rich.console import Console
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.admin_cli import app as admin_app
+from shoal.cluster.batch.cli import batch
 from shoal.cluster.bench.cli import app as bench_app
 from shoal.cluster.console import one_line_errors
 from shoal.cluster.keys import app as keys_app
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 app.add_typer(admin_app)
 app.add_typer(keys_app, name="keys")
+app.command()(batch)
 
 
 @app.command()

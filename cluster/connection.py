@@ -3,9 +3,7 @@
 import logging
 import os
 import shutil
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -78,20 +76,6 @@ def _check_that_somebody_listens(address: str) -> None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
-
-
-@contextmanager
-def stop_signal() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM. Installed after ray.init, which takes SIGTERM for itself."""
-    stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def num_cores() -> int:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -27,13 +28,19 @@ class Account:
     """What the operator is told: each thing once, and how long the start took."""
 
     def __init__(
-        self, spec: ClusterSpec, dashboard_url: str | None, took: StartTime, console: Console
+        self,
+        spec: ClusterSpec,
+        dashboard_url: str | None,
+        took: StartTime,
+        console: Console,
+        on_ready: Callable[[ClusterStatus], None],
     ) -> None:
         self.was_ready = False
         self._spec = spec
         self._dashboard_url = dashboard_url
         self._took = took
         self._console = console
+        self._on_ready = on_ready
         self._troubles: tuple[str, ...] = ()
         self._stores: set[StoreId] = set()
 
@@ -57,6 +64,7 @@ class Account:
             self.was_ready = True
             self._took.until_here("front door")
             self._announce(status)
+            self._on_ready(status)
 
     def _announce(self, status: ClusterStatus) -> None:
         for engine in status.engines:

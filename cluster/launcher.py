@@ -18,7 +18,7 @@ from shoal.actors.messages import DeploymentCard, DeploymentId, EngineHealth, En
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
-from shoal.cluster.spec import ClusterSpec, DeploymentSpec
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec, namespace_of
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
 from shoal.kvstore.sizes import format_size
@@ -272,11 +272,6 @@ class RayLauncher:
 
     def _groups(self) -> dict[str, PlacementGroup]:
         return groups_of(self._namespace)
-
-
-def namespace_of(cluster_name: str) -> str:
-    """The Ray namespace in which a cluster's actors have their names."""
-    return f"shoal-{cluster_name}"
 
 
 def groups_of(namespace: str) -> dict[str, PlacementGroup]:

@@ -1,6 +1,7 @@
 """`shoal serve`: from what was said to what a cluster is to be, in a Ray that is joined or started."""
 
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,26 +14,33 @@ from rich.console import Console
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
 from shoal.actors.messages import HttpConfig, ModelCard
-from shoal.cluster.connection import LOCAL, connected, num_cores, ray_address, stop_signal
-from shoal.cluster.driver import Account, watch
+from shoal.cluster.connection import LOCAL, connected, num_cores, ray_address
+from shoal.cluster.console import PLAIN
+from shoal.cluster.driver import POLL_S, Account, watch
 from shoal.cluster.host_memory import check_store_budget
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.lifecycle import ServeError, changed, find_running, new_cluster
 from shoal.cluster.options import ModelOptions, ServeOptions
 from shoal.cluster.readings import Reading, Readings
+from shoal.cluster.signals import stop_signal
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.start_time import StartTime, process_age_s
+from shoal.cluster.work import Work, beside
 from shoal.kvstore.sizes import format_size
 
 MAX_PORT = 65535
+
+PREDECESSOR_DEADLINE_S = 45.0
+"""A lease is 15 s, and its cluster then takes as long as any to end."""
 
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
 
 
-def serve(options: ServeOptions, console: Console) -> None:
-    """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+def serve(options: ServeOptions, console: Console, work: Work | None = None) -> None:
+    """Run until SIGINT or SIGTERM, or until work is done that is begun when the cluster is ready; what that
+    raises is raised. Raises ServeError or ValueError with a line for the operator."""
     took = StartTime(time.monotonic, before_s=process_age_s())
     took.until_here("command")
     _check_door(options)
@@ -44,6 +52,8 @@ def serve(options: ServeOptions, console: Console) -> None:
         took.until_here("Ray")
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
+        if work is not None and ray_address(options) != LOCAL:
+            _wait_for_room(options, models, stop, console)
         running = find_running(options.name, is_detached=options.is_detached)
         before = running.spec if running else None
         shares = _shares(options, models, before)
@@ -54,13 +64,34 @@ def serve(options: ServeOptions, console: Console) -> None:
             f"{'changing to' if running else 'starting'} {names} on {num_engines} engine(s) "
             f"in Ray namespace {spec.namespace}"
         )
-        account = Account(spec, dashboard_url, took, console)
-        with changed(running, spec) if running else new_cluster(spec) as supervisor:
+        with (
+            changed(running, spec) if running else new_cluster(spec) as supervisor,
+            beside(work, stop) as begin,
+        ):
+            account = Account(spec, dashboard_url, took, console, begin)
             watch(supervisor, spec.namespace, stop, account, until_ready=options.is_detached)
             if options.is_detached and not account.was_ready:
                 raise ServeError("stopped before it was ready")
             if not options.is_detached:
                 console.print("stopping")
+
+
+def _wait_for_room(
+    options: ServeOptions, models: "Sequence[_Model]", stop: threading.Event, console: Console
+) -> None:
+    """What another has left that was killed goes within its lease; until then it may hold our name, and CPUs
+    and memory."""
+    deadline, said = time.monotonic() + PREDECESSOR_DEADLINE_S, False
+    while time.monotonic() < deadline and not stop.is_set():
+        try:
+            find_running(options.name, is_detached=False)
+            _shares(options, models, None)
+            return
+        except ServeError as error:
+            if not said:
+                console.print(f"{error}; waiting for {PREDECESSOR_DEADLINE_S:.0f} s", **PLAIN)
+            said = True
+        stop.wait(POLL_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +112,7 @@ def _read(options: ModelOptions) -> _Model:
         max_model_len=max_model_len,
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
+        max_num_seqs=options.max_num_seqs,
     )
     return _Model(options=options, card=card, lean=lean)
 

@@ -82,5 +82,9 @@ class ClusterSpec:
 
     @property
     def namespace(self) -> str:
-        """The Ray namespace in which the cluster's actors have their names."""
-        return f"shoal-{self.name}"
+        return namespace_of(self.name)
+
+
+def namespace_of(name: str) -> str:
+    """The Ray namespace in which a cluster's actors have their names."""
+    return f"shoal-{name}"

@@ -14,8 +14,8 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
-from shoal.cluster.launcher import RayLauncher, namespace_of
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.launcher import RayLauncher
+from shoal.cluster.spec import ClusterSpec, namespace_of
 from shoal.cluster.status import as_dict
 from shoal.cluster.supervisor import ClusterStatus, Supervisor, Wish
 from shoal.cluster.supervisor_metrics import supervisor_metrics

@@ -7,6 +7,7 @@ import math
 import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,7 @@ class IngressActor:
         for card in self._cards:
             await self._load(card)
         app = create_app(models=self._models, cluster=self._cluster, guard=files.guard)
-        self._gate = app.state.gate
+        self._gate, self._metrics = app.state.gate, app.state.metrics
         self._server = server_of(app, None if files.tls is None else files.tls.context)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._following = asyncio.create_task(files.follow(app.state.metrics))
@@ -116,17 +117,21 @@ class IngressActor:
         for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
             self._models.remove(deployment_id)
             await self._streams.pop(deployment_id).introduce(None, {}, {})
+        slots: Counter[str] = Counter()
         for card, router, engines in deployments:
             model = self._models.get(card.deployment_id)
             if model is None:
                 self._begin_to_load(card)
                 continue
             model.weight = card.weight
+            slots[card.model.name] += card.weight * card.model.max_num_seqs
             if card.model.fingerprint:
                 model.intake.learn_fingerprint(card.model.fingerprint)
             await self._streams[card.deployment_id].introduce(
                 router, engines, stores, card.model.fingerprint, card.draining
             )
+        for name, num in slots.items():
+            self._metrics.of(name).sequence_slots.set(num)
 
     def _begin_to_load(self, card: DeploymentCard) -> None:
         """We are told again of it soon: then its engines are linked, or a load that failed begins anew."""

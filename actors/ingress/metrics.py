@@ -145,6 +145,11 @@ class Metrics:
 class ModelMetrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
+        self.sequence_slots = Gauge(
+            "shoal_sequence_slots",
+            "Sequences that all engines together run at once: more requests than that wait.",
+            registry=registry,
+        )
         self._finished = Counter(
             "shoal_choices_finished", "Answers that were complete, by reason.", ["reason"], registry=registry
         )

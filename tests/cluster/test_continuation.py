@@ -64,7 +64,7 @@ def go_on_elsewhere(served: Served, first: int, before: Callable[[str], None]) -
         next(stream)
     (victim,) = [name for name in served.engine_names() if served.holds_a_request(name)]
     before(victim)
-    for _ in range(100):
+    for _ in range(400):  # what is read now may have been drawn before
         next(stream)
     os.kill(served.pid(victim), signal.SIGKILL)
     assert heard(stream).reasons == {0: ("length",)}

@@ -25,12 +25,12 @@ def test_case_54_a_stream_outlives_the_node_of_its_engine(ray_address: str, chec
             os.kill(served.pid(first), signal.SIGKILL)
             wait_for(lambda: len(served.ready_engines() - {first, second}) == 1, "its successor, there")
             (there,) = {node_process(served, name) for name in served.engine_names()} - {here}
-            asked = [{**LONG, "prompt": list(range(i, i + 57))} for i in (3, 70)]
+            asked = [{**LONG, "prompt": list(range(i, i + 57))} for i in (3, 70, 140)]
             expected = [spoken(served.url, body) for body in asked]
             before = metric(served, "shoal_continuations_total")
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(3) as pool:
                 answers = [pool.submit(spoken, served.url, body) for body in asked]
-                wait_for(lambda: all(served.holds_a_request(name) for name in served.engine_names()), "both")
+                wait_for(lambda: all(served.holds_a_request(name) for name in served.engine_names()), "all")
                 os.kill(there, signal.SIGKILL)
                 assert [answer.result(timeout=120) for answer in answers] == expected
             assert metric(served, "shoal_continuations_total") == before + 1
