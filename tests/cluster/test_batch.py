@@ -10,6 +10,7 @@ import pytest
 from ray.util import list_named_actors
 
 from tests.cluster.batched import Batch
+from tests.cluster.chaos import metric
 from tests.cluster.served import Served, wait_for
 from tests.cluster_unit.batches import answers, line, write_input
 
