@@ -15,7 +15,7 @@ from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.messages import EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster.host_memory import store_budget
-from shoal.cluster.processes import STOP_GRACE_S, EngineProcess, RouterProcess, StoreProcess
+from shoal.cluster.processes import EngineProcess, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
@@ -90,8 +90,8 @@ class RayIngress(RayProcess):
     ) -> None:
         self.actor.introduce.remote(_actor(router), _actors(engines), _actors(stores), fingerprint)
 
-    def stop(self) -> Future[Any]:
-        return _then(self.actor.stop.remote(STOP_GRACE_S).future(), lambda _: None)
+    def stop(self, grace_s: float) -> Future[Any]:
+        return _then(self.actor.stop.remote(grace_s).future(), lambda _: None)
 
 
 class RayLauncher:

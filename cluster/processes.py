@@ -8,9 +8,6 @@ from shoal.actors.messages import EngineInfo, IngressId
 from shoal.cluster.watch import Process
 from shoal.kvstore.messages import StoreInfo
 
-STOP_GRACE_S = 3.0
-"""How long open streams may go on when the cluster is stopped."""
-
 
 class RouterProcess(Process, Protocol):
     def set_members(
@@ -45,8 +42,8 @@ class IngressProcess(Process, Protocol):
         fingerprint: bytes,
     ) -> None: ...
 
-    def stop(self) -> Future[Any]:
-        """Let open streams end within a short grace; done when they have or the grace is over."""
+    def stop(self, grace_s: float) -> Future[Any]:
+        """Let open streams end; done when they have or the grace is over."""
         ...
 
 

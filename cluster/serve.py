@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,21 @@ from rich.console import Console
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.choose import lean_model, model_config
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
-from shoal.actors.engine.prefix_cache import PrefixCacheName
-from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
-from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.footprint import Limits, footprint
 from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
 from shoal.cluster.launcher import object_store_bytes
+from shoal.cluster.options import ServeOptions
 from shoal.cluster.sources import resolve_model
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.supervisor import ClusterStatus
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
-from shoal.kvstore.layout import KVDtype
 from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
 POLL_S = 0.5
-MAX_PORT = 65535
 SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
 """A supervisor that does not answer for so long is ended, and Ray starts it anew."""
@@ -50,36 +46,6 @@ DEFAULT_MEMORY_SHARE = 0.6
 
 class ServeError(Exception):
     """The cluster cannot run; one line for the operator."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What the command line says; None is "choose for me"."""
-
-    model: str | None = None
-    revision: str | None = None
-    served_model_name: str | None = None
-    engines: int = 1
-    ingresses: int = 1
-    threads: int | None = None
-    memory_bytes: int | None = None
-    max_model_len: int | None = None
-    block_size: int = 128
-    kv_cache_dtype: KVDtype = "float32"
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    num_dropped_layers: int = 0
-    kv_store_bytes: int | None = None
-    """Of each node; 0 is none."""
-    kv_write_policy: WritePolicy = "write_through"
-    prefix_cache: PrefixCacheName = "radix"
-    routing_policy: RoutingPolicyName = "cost"
-    require_kernels: bool = False
-    http: HttpConfig = field(default_factory=HttpConfig)
-    address: str | None = None
-    name: str = "default"
 
 
 def serve(options: ServeOptions, console: Console) -> None:
@@ -225,6 +191,7 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
         num_engines=options.engines,
         kv_store_bytes=options.kv_store_bytes,
         routing_policy=options.routing_policy,
+        stop_grace_s=options.stop_grace_s,
         http=_listeners(options.http, options.ingresses),
         engine=EngineConfig(
             checkpoint=model.checkpoint,
@@ -249,8 +216,6 @@ def _spec(options: ServeOptions, model: ModelCard, lean: LeanModel | None, share
 def _listeners(first: HttpConfig, num: int) -> tuple[HttpConfig, ...]:
     """Ports are chosen once, so that an ingress that is replaced comes back where its clients expect it."""
     ports = range(first.port, first.port + num) if first.port else _free_ports(first.host, num)
-    if ports[-1] > MAX_PORT:
-        raise ValueError(f"--port {first.port} leaves no room for --ingresses {num}: lower one of them")
     return tuple(replace(first, port=port) for port in ports)
 
 
@@ -364,7 +329,7 @@ def _call(method: Any, timeout_s: float = CALL_DEADLINE_S) -> Any:
 def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
     """End the cluster's actors, the supervisor last, and see that none is left."""
     with suppress(RayError, GetTimeoutError):  # without its help we do it ourselves, below
-        _call(supervisor.teardown, TEARDOWN_DEADLINE_S)
+        _call(supervisor.teardown, TEARDOWN_DEADLINE_S + spec.stop_grace_s)
         ray.kill(supervisor)
     _end_all(spec.namespace)
 

@@ -18,6 +18,8 @@ class ClusterSpec:
     http: tuple[HttpConfig, ...]
     """Where each ingress listens."""
     routing_policy: RoutingPolicyName = "cost"
+    stop_grace_s: float
+    """How long open streams may go on when the cluster is stopped."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 1:

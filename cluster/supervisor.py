@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from shoal.actors.messages import EngineInfo, IngressInfo
-from shoal.cluster.processes import STOP_GRACE_S, Launcher
+from shoal.cluster.processes import Launcher
 from shoal.cluster.stores import Stores
 from shoal.cluster.watch import Watched
 from shoal.kvstore.messages import StoreInfo
@@ -19,6 +19,9 @@ ticks and not by the clock, so that a stalled supervisor does not take its own a
 
 ADOPTION_DEADLINE_S = 5.0
 """What runs already says at once that it is ready. Who does not within this time is told of later."""
+
+STOP_ANSWER_S = 3.0
+"""An ingress says that it has stopped so soon after its grace, or is taken to hang."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +56,11 @@ class Supervisor:
         num_engines: int,
         num_ingresses: int = 1,
         with_stores: bool,
+        stop_grace_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._clock = clock
+        self._stop_grace_s = stop_grace_s
         self._began = clock()
         adopted = launcher.adopt_engines()
         self._engines = [
@@ -111,8 +116,9 @@ class Supervisor:
 
     def teardown(self) -> None:
         """End every actor: the front doors first, so that nothing new comes in behind them."""
-        stopping = [ingress.ready.stop() for ingress in self._ingresses if ingress.ready]
-        wait(stopping, timeout=2 * STOP_GRACE_S)
+        grace_s = self._stop_grace_s
+        stopping = [ingress.ready.stop(grace_s) for ingress in self._ingresses if ingress.ready]
+        wait(stopping, timeout=grace_s + STOP_ANSWER_S)
         for watched in self._members.values():
             watched.kill()
         self._stores.kill()

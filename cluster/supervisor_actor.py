@@ -27,6 +27,7 @@ class SupervisorActor:
             num_engines=spec.num_engines,
             num_ingresses=spec.num_ingresses,
             with_stores=spec.kv_store_bytes != 0,
+            stop_grace_s=spec.stop_grace_s,
             clock=time.monotonic,
         )
         self._stopped = threading.Event()

@@ -12,6 +12,8 @@ from shoal.cluster.supervisor import ADOPTION_DEADLINE_S, LEASE_TICKS, Superviso
 from shoal.cluster.watch import PING_DEADLINE_S, PULSE_DEADLINE_S, START_DEADLINE_S
 from shoal.kvstore.messages import StoreId, StoreInfo
 
+STOP_GRACE_S = 7.0
+
 
 @dataclass
 class Clock:
@@ -87,7 +89,7 @@ class FakeRouter(FakeProcess):
 
 
 class FakeIngress(FakeProcess):
-    stopped = False
+    stopped_with_grace_s: float | None = None
 
     def introduce(
         self,
@@ -99,8 +101,8 @@ class FakeIngress(FakeProcess):
         self.told.append((router.process_id, sorted(engines), fingerprint))
         self.stores = sorted(stores)
 
-    def stop(self) -> Future[Any]:
-        self.stopped = True
+    def stop(self, grace_s: float) -> Future[Any]:
+        self.stopped_with_grace_s = grace_s
         done: Future[Any] = Future()
         done.set_result(None)
         return done
@@ -179,6 +181,7 @@ class Cluster:
             num_engines=self.num_engines,
             num_ingresses=self.num_ingresses,
             with_stores=self.with_stores,
+            stop_grace_s=STOP_GRACE_S,
             clock=self.clock,
         )
 
@@ -466,7 +469,7 @@ def test_teardown_stops_the_front_door_and_kills_everything() -> None:
     cluster = Cluster()
     cluster.all_ready()
     cluster.supervisor.teardown()
-    assert cluster.launcher.ingresses[0].stopped
+    assert cluster.launcher.ingresses[0].stopped_with_grace_s == STOP_GRACE_S
     assert all(process.killed for process in cluster.processes)
 
 
