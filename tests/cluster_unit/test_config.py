@@ -169,16 +169,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         load_config(tmp_path / "y.yaml")
 
 
-def test_61_a_file_that_a_job_s_package_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "working_dir_files" / "_ray_pkg_1"
-    package.mkdir(parents=True)
-    monkeypatch.chdir(package)
-    with pytest.raises(ConfigError) as raised:
-        load_config(Path("my.yaml"))
-    assert ".gitignore and .rayignore" in str(raised.value)
-    assert "RAY_RUNTIME_ENV_IGNORE_GITIGNORE=1" in str(raised.value)
-
-
 @pytest.mark.parametrize(
     ("text", "fields"),
     [
