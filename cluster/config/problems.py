@@ -24,10 +24,12 @@ class Problem:
     """It is said rightly, and this version cannot do it."""
 
     def __str__(self) -> str:
-        if not self.field:
-            return f"{self.where} {self.what.removeprefix(':').strip()}"
-        space = "" if self.what.startswith(":") else " "
-        return f"{self.where} {self.field}{space}{self.what}".strip()
+        if self.field:
+            space = "" if self.what.startswith(":") else " "
+            line = f"{self.where} {self.field}{space}{self.what}"
+        else:
+            line = f"{self.where} {self.what.removeprefix(':').lstrip()}"
+        return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line).strip()
 
 
 _SECRETS = ("api_key",)

@@ -4,12 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from shoal.cluster.cli import app
 from shoal.cluster.config import ClusterConfig, ConfigError, load_config
+from shoal.cluster.config.models import Section
 from shoal.cluster.config.quantities import format_duration, parse_duration
 from shoal.cluster.options import ServeOptions
 
@@ -199,6 +201,30 @@ def test_a_duration_is_read_as_it_is_written(seconds: Any) -> None:
 )
 def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
+
+
+NAMES = st.sampled_from(sorted({name for each in Section.__subclasses__() for name in each.model_fields}))
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.dates()
+ANYTHING = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES | SCALARS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(
+    st.dictionaries(NAMES | SCALARS, ANYTHING, max_size=4),
+    st.sampled_from([{}, {"models[0].num_replicas": 2}]),
+)
+def test_whatever_a_file_says_is_taken_or_refused_line_by_line(
+    tmp_path_factory: pytest.TempPathFactory, data: Any, overrides: dict[str, Any]
+) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.yaml"
+    file.write_text(yaml.safe_dump(data), encoding="utf-8")
+    try:
+        load_config(file, overrides)
+    except ConfigError as error:
+        assert len(str(error).splitlines()) == len(error.problems) > 0
 
 
 @given(st.integers(1, 1 << 44))
