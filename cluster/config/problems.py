@@ -87,10 +87,8 @@ def explain(error: ErrorDetails, root: type[BaseModel]) -> tuple[Place, str]:
         case "value_error":
             return _of_a_field(place, str(context["error"]), root)
         case kind:
-            is_secret = place and place[-1] in _SECRETS
-            got = "another" if is_secret else _shortened(repr(error["input"]))
             what = _WHAT.get(kind, ": {msg}, got {got}")
-            return place, what.format(msg=error["msg"], got=got, **context)
+            return place, what.format(msg=error["msg"], got=_got(place, error["input"]), **context)
 
 
 def _of_a_field(place: Place, what: str, root: type[BaseModel]) -> tuple[Place, str]:
@@ -101,7 +99,16 @@ def _of_a_field(place: Place, what: str, root: type[BaseModel]) -> tuple[Place, 
     return place, what if what.startswith("must ") else f": {what}"
 
 
-def _shortened(text: str) -> str:
+def _got(place: Place, value: object) -> str:
+    """What stands there, if it is short and no secret, nor may have one in it."""
+    match value:
+        case dict():
+            return "fields"
+        case list():
+            return "a list"
+        case _ if place and place[-1] in _SECRETS:
+            return "another"
+    text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
