@@ -99,6 +99,10 @@ def answers(url: str) -> bool:
         return False
 
 
+def alive(node: Node) -> list[str]:
+    return [actor.name for actor in list_actors(address=node.url) if actor.state != "DEAD"]
+
+
 def test_56_a_job_that_is_stopped_cuts_no_stream_and_leaves_nothing(node: Node, checkpoint: Path) -> None:
     node.submit(
         f"python -m shoal.cluster serve --config configs/laptop.yaml {checkpoint} --port 0 --stop-grace 30s "
@@ -126,5 +130,4 @@ def test_56_a_job_that_is_stopped_cuts_no_stream_and_leaves_nothing(node: Node, 
     assert json.loads(events[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     wait_for(lambda: jobs.get_job_status(SUBMISSION) == JobStatus.STOPPED, "the job has ended")
     assert "\nstopping" in jobs.get_job_logs(SUBMISSION), "by itself"
-    alive = [actor for actor in list_actors(address=node.url) if actor.state != "DEAD"]
-    assert alive == []
+    wait_for(lambda: not alive(node), "no actor is left, Ray's own for the job neither")
