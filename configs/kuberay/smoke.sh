@@ -17,7 +17,7 @@ say() { printf '\n== %s\n' "$*"; }
 
 say "the operator and what is asked for beforehand"
 kubectl get crd rayclusters.ray.io -o jsonpath='{.spec.versions[?(@.served==true)].name}{"\n"}'
-kubectl get crd rayclusters.ray.io -o yaml | grep -q authOptions || { echo "KubeRay is older than 1.6" >&2; exit 1; }
+[[ $(kubectl get crd rayclusters.ray.io -o yaml) == *authOptions* ]] || { echo "KubeRay is older than 1.6" >&2; exit 1; }
 kubectl apply -f namespace.yaml
 k get secret shoal-keys -o name
 k get pvc shoal-models -o name
@@ -42,7 +42,7 @@ curl -sf --retry 30 --retry-delay 1 --retry-connrefused localhost:18000/health
 ask() {
   curl -sS --fail-with-body --max-time 120 "localhost:18000/v1/$1" -H "authorization: Bearer $SHOAL_API_KEY" "${@:2}"
 }
-model=$(ask models | sed -n 's/.*"id": *"\([^"]*\)".*/\1/p' | head -1)
+model=$(ask models | grep -o '"id": *"[^"]*"' | sed -n '1s/.*"\(.*\)"/\1/p')
 body='{"model": "'"$model"'", "messages": [{"role": "user", "content": "Count to fifty."}], "temperature": 0'
 ask chat/completions -H 'content-type: application/json' -d "$body, \"max_tokens\": 32}"
 [ "$(curl -s -o /dev/null -w '%{http_code}' localhost:18000/v1/models)" = 401 ] || { echo "no key was needed" >&2; exit 1; }
@@ -51,9 +51,9 @@ say "a stream while an engine's pod is deleted"
 ask chat/completions -H 'content-type: application/json' -N -d "$body, \"max_tokens\": 400, \"stream\": true}" >stream.log &
 stream=$!
 sleep 2
-k delete "$(k get pod -l ray.io/cluster=shoal,ray.io/group=engine -o name | head -1)" --wait=false
+k delete "$(k get pod -l ray.io/cluster=shoal,ray.io/group=engine -o name | sed -n 1p)" --wait=false
 wait "$stream"
-tail -2 stream.log | grep -q 'data: \[DONE\]' || { echo "the stream was cut" >&2; exit 1; }
+[[ $(tail -c 100 stream.log) == *'data: [DONE]'* ]] || { echo "the stream was cut" >&2; exit 1; }
 rm stream.log
 
 say "what is left to look at: kubectl -n $namespace port-forward service/shoal-head-svc 8265"
