@@ -99,7 +99,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def alive(node: Node) -> list[str]:
+def alive(node: Node) -> list[str | None]:
     return [actor.name for actor in list_actors(address=node.url) if actor.state != "DEAD"]
 
 
