@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cluster.package import hint_in_a_package
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -39,7 +41,8 @@ def check_checkpoint(directory: Path) -> None:
 
 def find_problems(directory: Path) -> list[str]:
     if not directory.is_dir():
-        return [f"{directory} is not a directory: give a checkpoint folder, a .gguf file, or a hub id"]
+        problem = f"{directory} is not a directory: give a checkpoint folder, a .gguf file, or a hub id"
+        return [problem + hint_in_a_package()]
     return [*config_problems(directory), *_weights_problems(directory), *_tokenizer_problems(directory)]
 
 
