@@ -150,6 +150,15 @@ class Deployment:
         return [m for m in self.members if not m.is_leaving and m.phase is not Phase.DRAINING]
 
     @property
+    def serving(self) -> list[Member]:
+        """Those that stay and are ready."""
+        return [member for member in self.staying if member.phase is Phase.READY]
+
+    @property
+    def is_draining(self) -> bool:
+        return any(member.phase is Phase.DRAINING for member in self.members)
+
+    @property
     def is_complete(self) -> bool:
         return len(self.ready) >= self.wanted
 
@@ -198,13 +207,15 @@ class Deployment:
         if self._autoscaler:
             self.needed = self._autoscaler.wanted([member.health for member in self.ready], self.needed)
 
-    def tick(self, leaving: Set[str], crowd: Mapping[str, int]) -> None:
-        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models."""
+    def tick(self, leaving: Set[str], crowd: Mapping[str, int], *, as_it_is: bool = False) -> None:
+        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models.
+        as_it_is: none is started, and none let go."""
         for member in self.staying:
             if member.node in leaving:
                 member.is_leaving = True
-        self._have_as_many_as_wanted(crowd)
-        self._let_leave()
+        if not as_it_is:
+            self._have_as_many_as_wanted(crowd)
+            self._let_leave()
         self.router.tick()
         self.known_router = self.router.ready or self.known_router
         for member in list(self.members):
@@ -245,7 +256,7 @@ class Deployment:
         """Those who are to go do so as others become ready in their place; one by one if these lack room."""
         enough = len(self.ready) - self.wanted
         if enough <= 0 and any(member.waits_for_room for member in self.staying):
-            enough = 0 if any(member.phase is Phase.DRAINING for member in self.members) else 1
+            enough = 0 if self.is_draining else 1
         for member in [member for member in self.members if member.is_leaving][: max(0, enough)]:
             member.is_leaving = False
             member.drain()

@@ -80,7 +80,8 @@ class Supervisor:
     that was replaced, or missed a call, knows it a tick later.
 
     One that takes over what an earlier one left tells nothing until it knows of all: an actor that hears of
-    some alone drops what it has to do with the others.
+    some alone drops what it has to do with the others. Until then it ends nothing either: what has not said
+    yet that it is ready may serve.
     """
 
     def __init__(self, wish: Wish, launcher: Launcher, *, clock: Callable[[], float]) -> None:
@@ -102,10 +103,11 @@ class Supervisor:
         """early: between two of those ticks, since somebody has started. The lease does not count it."""
         self._ticks_of_lease -= not early
         self._launcher.look(self.wish.leaving)
-        self._scale()
+        if not self._is_taking_over:
+            self._scale()
         crowd = engines_by_node(list(self._deployments.values()))
         for deployment in self._deployments.values():  # first whoever takes longest to start
-            deployment.tick(self.wish.leaving, crowd)
+            deployment.tick(self.wish.leaving, crowd, as_it_is=self._is_taking_over)
         self._forget_what_is_gone()
         self._tick_ingresses()
         self._tick_stores()
@@ -269,10 +271,10 @@ class Supervisor:
         self._ingresses.tick(doorways, models, self.wish.leaving, self._drain_s)
 
     def _scale(self) -> None:
-        """How many engines each deployment may have now."""
+        """How many engines each deployment may have now. Of those that go only what serves may stay."""
         for current in self._current:
             going = self._outgoing(current.spec.model.name)
-            old = sum(len(deployment.staying) for deployment in going)
+            old = sum(len(deployment.serving) for deployment in going)
             if not old:
                 current.autoscale()
                 current.wanted = current.needed
@@ -283,11 +285,11 @@ class Supervisor:
                     new_ready=len(current.ready),
                     new_waits=any(member.waits_for_room for member in current.members),
                     old=old,
-                    old_drains=any(len(d.staying) < len(d.members) for d in going),
+                    old_drains=any(d.is_draining for d in going),
                 )
                 current.wanted, left = now.new, now.old
             for deployment in going:
-                deployment.wanted = min(len(deployment.staying), left)
+                deployment.wanted = min(len(deployment.serving), left)
                 left -= deployment.wanted
         served = {deployment.model.name for deployment in self.wish.spec.deployments}
         for deployment in self._deployments.values():

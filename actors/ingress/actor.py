@@ -116,7 +116,8 @@ class IngressActor:
         self._cluster.introduce(supervisor)
         for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
             self._models.remove(deployment_id)
-            await self._streams.pop(deployment_id).introduce(None, {}, {})
+            if streams := self._streams.pop(deployment_id, None):  # else we were told at the same time
+                await streams.introduce(None, {}, {})
         slots: Counter[str] = Counter()
         for card, router, engines in deployments:
             model = self._models.get(card.deployment_id)

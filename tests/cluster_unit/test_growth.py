@@ -7,7 +7,7 @@ import pytest
 from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.deployment import ROOM_S, SETTLE_S
 from shoal.cluster.supervisor import Supervisor
-from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment
+from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment, an_engine
 
 
 def with_engines(num_engines: int, **launcher: object) -> Cluster:
@@ -260,6 +260,42 @@ def test_a_change_that_cannot_start_leaves_what_serves_alone() -> None:
     cluster.passes(4.0)
     status = cluster.supervisor.status()
     assert (status.ready, status.troubles, alive(cluster)) == (True, (), ["engine-0-0", "engine-1-1"])
+
+
+def test_after_a_change_that_could_not_start_the_next_one_takes_the_place_of_what_serves() -> None:
+    cluster = with_engines(2)
+    for engine in cluster.launcher.engines:
+        engine.has(1)
+    becoming(cluster)
+    cluster.tick()
+    cluster.launcher.engines[2].started.set_exception(ValueError("not enough memory"))
+    cluster.passes(5.0)
+    mended = a_deployment("m", 2, labels={"zone": "b"})
+    cluster.supervisor.apply(replace(cluster.spec, deployments=(mended,)))
+    cluster.tick()
+    assert len(placed_on_first(cluster)) == 2, "neither goes for one that never came"
+    for engine in cluster.launcher.engines:
+        engine.has(0)
+    cluster.passes(20.0)
+    assert cluster.phases() == {"m": ["ready", "ready"]}
+    assert [d.deployment_id for d in cluster.supervisor.status().deployments] == [mended.deployment_id]
+
+
+def placed_on_first(cluster: Cluster) -> list[str]:
+    told = cluster.launcher.routers[0].told[-1]
+    assert isinstance(told, list)
+    return told
+
+
+def test_a_supervisor_that_takes_over_ends_nothing_before_it_knows_what_serves() -> None:
+    left = [an_engine(f"engine-{i}-old") for i in range(3)]
+    cluster = Cluster(num_engines=2, launcher=FakeLauncher(to_adopt=left))
+    cluster.tick()
+    assert not any(engine.killed for engine in left)
+    for engine in left:
+        engine.become_ready()
+    cluster.tick()
+    assert sorted(cluster.phases()["m"]) == ["draining", "ready", "ready"]
 
 
 def test_a_model_that_is_no_longer_named_is_ended_when_it_has_finished() -> None:

@@ -500,7 +500,8 @@ def test_a_restarted_supervisor_adopts_what_runs_and_ends_what_is_too_many() -> 
         engine.become_ready()
     cluster.all_ready()
     assert cluster.launcher.engines == [], "nothing is started beside them"
-    assert [engine.killed for engine in running] == [False, False, True]
+    cluster.passes(4.0)
+    assert [engine.killed for engine in running].count(True) == 1
     assert cluster.supervisor.status().ready
 
 
