@@ -295,6 +295,7 @@ def test_a_supervisor_that_takes_over_ends_nothing_before_it_knows_what_serves()
     for engine in left:
         engine.become_ready()
     cluster.tick()
+    cluster.tick()
     assert sorted(cluster.phases()["m"]) == ["draining", "ready", "ready"]
 
 
