@@ -15,6 +15,7 @@ import yaml
 
 from shoal.cluster.launcher import groups_of
 from tests.checkpoints import tiny_qwen3
+from tests.cluster.chaos import metric
 from tests.cluster.served import Served, environment, serve_command, shoal, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
 
@@ -151,7 +152,8 @@ def test_two_models_in_one_cluster_and_one_that_crashes_costs_the_other_nothing(
         (victim,) = [name for name in two.engine_names() if name.startswith("engine-a.")]
         os.kill(two.pid(victim), signal.SIGKILL)
         assert spoken(two.url, {**body, "model": "b"}) == of_b
-        wait_for(lambda: status(two)["ready"], "a's engine is back")
+        wait_for(lambda: victim not in two.names() and status(two)["ready"], "a's engine is back")
+        wait_for(lambda: metric(two, "shoal_sequence_slots", model_name="a") == 8, "the door has heard of it")
         assert spoken(two.url, {**body, "model": "a"}) == of_a
         assert two.get("/v1/models/c") == 404
 
