@@ -83,7 +83,6 @@ def _series(families: Iterable[Metric]) -> set[str]:
 def _ingress() -> IngressMetrics:
     metrics = IngressMetrics()
     metrics.of("model")
-    metrics.count_reload("api_keys", succeeded=True)
     metrics.count_request("/v1/completions", 200, 1.0)  # labels that are not known before
     return metrics
 

@@ -42,6 +42,9 @@ ERRORS = (
 )
 
 
+RELOADED = ("api_keys", "certificate")
+
+
 class Outcome(StrEnum):
     """Of a request for an answer."""
 
@@ -96,6 +99,9 @@ class Metrics:
             registry=registry,
         )
         _show_from_the_start((self._outcomes, Outcome), (self._errors, ERRORS))
+        for file in RELOADED:
+            for outcome in ("read", "refused"):
+                self._reloads.labels(file, outcome)
 
     def of(self, model_name: str) -> "ModelMetrics":
         """Of one that is served here: there are only so many."""
