@@ -146,8 +146,7 @@ def test_two_models_in_one_cluster_and_one_that_crashes_costs_the_other_nothing(
         two.wait_until_ready()
         assert [model["model"] for model in status(two)["models"]] == ["a", "b"]
         assert [model.id for model in two.client().models.list().data] == ["a", "b"]
-        for name in "ab":
-            wait_for(lambda name=name: knows(two, name), f"the door has heard of {name}'s engine")
+        wait_for(lambda: knows(two, "a") and knows(two, "b"), "the door has heard of both engines")
         body = {"prompt": list(range(3, 60)), "max_tokens": 64, "temperature": 0, "ignore_eos": True}
         of_a, of_b = (spoken(two.url, {**body, "model": name}) for name in "ab")
         assert of_a != of_b
