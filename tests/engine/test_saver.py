@@ -17,6 +17,7 @@ from tests.engine import copies
 from tests.engine.copies import BLOCK_BYTES, SEGMENT_BYTES, Clock, FakeCopies, Loop, Thread, content
 from tests.engine.copies import a_block as b
 from tests.engine.copies import a_segment as s
+from tests.kvstore.extents import segment
 
 
 class FakeScheduler:
@@ -73,7 +74,12 @@ class Desk:
         self.loop.turn()
 
     def names(self) -> list[list[str]]:
-        return [[key.decode() for key in extent.keys] for offer in self.offers for extent in offer]
+        names = {segment(path, i): f"segment of {path}{i}" for path in ("a", "c") for i in range(4)}
+        return [
+            [names.get(key) or key.decode() for key in extent.keys]
+            for offer in self.offers
+            for extent in offer
+        ]
 
 
 def test_a_piece_is_held_until_it_is_copied_and_staged_until_the_store_has_it() -> None:
