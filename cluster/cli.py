@@ -27,7 +27,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A directory, a .gguf file or a hub id (org/name). Default: SmolLM2-135M-Instruct."
+            help="A directory, a .gguf file, a hub id (org/name), s3:// or gs://. "
+            "Default: SmolLM2-135M-Instruct."
         ),
     ] = None,
     *,
@@ -108,6 +109,9 @@ def serve(
             help="Return when it is ready and leave it running; one that runs already becomes this.",
         ),
     ] = False,
+    start_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that an engine may take to get its model and to load it.")
+    ] = 900.0,
     stop_grace: Annotated[
         float, typer.Option(min=0, help="Seconds that open streams may go on when the cluster is stopped.")
     ] = 3.0,
@@ -163,6 +167,7 @@ def serve(
                 is_detached=detached,
                 stop_grace_s=stop_grace,
                 drain_s=drain_timeout,
+                start_timeout_s=start_timeout,
             ),
             Console(),
         )

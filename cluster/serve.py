@@ -28,9 +28,10 @@ from shoal.cluster.host_memory import check_shared_memory, check_store_budget, n
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.lifecycle import ServeError, changed, find_running, new_cluster
 from shoal.cluster.readings import Reading, Readings
-from shoal.cluster.sources import resolve_model
+from shoal.cluster.sources import Part, resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.start_time import StartTime, process_age_s
+from shoal.cluster.watch import START_TIMEOUT_S
 from shoal.kvstore.layout import KVDtype
 from shoal.kvstore.sizes import format_size
 
@@ -74,17 +75,21 @@ class ServeOptions:
     is_detached: bool = False
     stop_grace_s: float = 3.0
     drain_s: float = 120.0
+    start_timeout_s: float = START_TIMEOUT_S
 
 
 def serve(options: ServeOptions, console: Console) -> None:
     """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
     took = StartTime(time.monotonic, before_s=process_age_s())
     took.until_here("command")
-    checkpoint = resolve_model(options.model, revision=options.revision)
+    # In a Ray of our own this node is the only one. Else each that hosts an engine gets the weights itself.
+    is_ours = _address(options) == "local"
+    part = Part.WHOLE if is_ours else Part.TEXT
+    checkpoint = resolve_model(options.model, revision=options.revision, part=part)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     model = ModelCard(
         name=options.served_model_name or checkpoint.name,
-        checkpoint=str(checkpoint.directory),
+        checkpoint=str(checkpoint.directory) if is_ours else checkpoint.source,
         max_model_len=max_model_len,
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
@@ -98,7 +103,7 @@ def serve(options: ServeOptions, console: Console) -> None:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
         running = find_running(options.name, is_detached=options.is_detached)
         before = running.spec if running else None
-        share = _share_of_an_engine(options, before, is_ours=_address(options) == "local")
+        share = _share_of_an_engine(options, before, is_ours=is_ours)
         spec = _spec(options, model, lean, share, before)
         console.print(
             f"{'changing to' if running else 'starting'} {model.name} on {options.engines} engine(s) "
@@ -255,6 +260,7 @@ def _spec(
         num_engines=options.engines,
         autoscaling=options.autoscaling,
         routing_policy=options.routing_policy,
+        start_timeout_s=options.start_timeout_s,
         engine=EngineConfig(
             checkpoint=model.checkpoint,
             max_model_len=model.max_model_len,
