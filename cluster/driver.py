@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -29,9 +30,16 @@ class Account:
     """What the operator is told: each thing once, and how long the start took."""
 
     def __init__(
-        self, spec: ClusterSpec, dashboard_url: str | None, took: StartTime, console: Console
+        self,
+        spec: ClusterSpec,
+        dashboard_url: str | None,
+        took: StartTime,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.was_ready = False
+        self._clock = clock
         self._spec = spec
         self._dashboard_url = dashboard_url
         self._took = took
@@ -65,7 +73,7 @@ class Account:
 
     def _take_starts(self, status: ClusterStatus) -> None:
         """What the engines that start are at. A start of a few seconds is no news."""
-        now, doing = time.monotonic(), {}
+        now, doing = self._clock(), {}
         for deployment in status.deployments:
             for engine in deployment.engines:
                 if engine.doing:

@@ -41,7 +41,7 @@ from shoal.cluster.sources.progress import Progress, Step
 LOCAL_TROUBLES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 """Of a disk that is full, or may not be written."""
 
-TOKEN = "HF_TOKEN, or HF_TOKEN_PATH to a file that has it"
+TOKEN = "HF_TOKEN, or HF_TOKEN_PATH to a file with one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +162,8 @@ class Hub:
             case LocalEntryNotFoundError() if not reachable:
                 kind = ModelUnreachable
                 why = f"is not in the hub cache, and {self.endpoint} does not answer: name a directory"
+            case HfHubHTTPError() if error.response.status_code in (401, 403):
+                why = f"is refused by {self.endpoint}: set {TOKEN} that may read it"
             case HfHubHTTPError():
                 kind = ModelUnreachable
                 why = f"cannot be had: {self.endpoint} answers with status {error.response.status_code}"

@@ -47,6 +47,7 @@ def serve(*arguments: str) -> str:
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),
         (["--engines", "0"], "--engines"),
         (["--ingresses", "0"], "--ingresses"),
+        (["--start-timeout", "0"], "--start-timeout"),
         (["--port", "65534", "--ingresses", "3"], "--port 65534 leaves no room for --ingresses 3"),
         (["--port", "0", "--ingresses", "30000"], "choose --host or lower --ingresses"),
     ],

@@ -204,6 +204,7 @@ def test_a_model_with_pickled_weights_alone_is_refused(hub: FakeHub, fetch: Fetc
         ((403, "GatedRepo"), "org/tiny is gated: accept its terms at http"),
         ((401, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
         ((404, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
+        ((401, ""), "org/tiny is refused by http"),
     ],
 )
 def test_each_refusal_of_the_hub_is_one_line(
@@ -306,7 +307,7 @@ def test_a_gated_model_is_had_with_a_token_that_is_told_to_nobody(
     with pytest.raises(ModelSourceError) as caught:
         fetch()
     assert str(caught.value).startswith("org/tiny is gated: accept its terms at http")
-    assert str(caught.value).endswith("then set HF_TOKEN, or HF_TOKEN_PATH to a file that has it")
+    assert str(caught.value).endswith("then set HF_TOKEN, or HF_TOKEN_PATH to a file with one")
     assert "hf_wrong" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     check_checkpoint(fetch())

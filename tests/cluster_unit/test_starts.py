@@ -2,12 +2,16 @@
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from io import StringIO
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from shoal.actors.messages import EngineInfo
+from shoal.cluster.driver import Account
 from shoal.cluster.spec import DeploymentSpec
+from shoal.cluster.start_time import StartTime
 from shoal.cluster.status import as_dict
 from shoal.cluster.watch import PULSE_INTERVAL_S, START_TIMEOUT_S
 from tests.cluster_unit.test_supervisor import (
@@ -138,6 +142,22 @@ def test_what_a_start_is_at_is_seen_until_it_is_ready() -> None:
     engine.become_ready()
     pass_slowly(cluster, 1.0)
     assert seen() == ("ready", None, None)
+
+
+def test_the_operator_is_told_now_and_then_how_far_a_long_start_is() -> None:
+    cluster, said = Cluster(num_engines=1, launcher=TellingLauncher()), StringIO()
+    took = StartTime(cluster.clock, before_s=0.0)
+    account = Account(cluster.spec, None, took, Console(file=said), clock=cluster.clock)
+    all_but_engines_ready(cluster)
+    (engine,) = cluster.launcher.engines
+    assert isinstance(engine, TellingEngine)
+    for second in range(31):
+        engine.doing = f"fetching org/m: {second}GiB of 40GiB"
+        pass_slowly(cluster, 1.0)
+        account.take(cluster.supervisor.status())
+    told = said.getvalue().splitlines()
+    assert 2 <= len(told) <= 3, "a start of a few seconds is no news, and neither is every gigabyte"
+    assert all(line.startswith("engine 0 of m: fetching org/m: ") for line in told)
 
 
 def test_an_engine_with_other_bytes_ends_a_start_of_which_it_is_part() -> None:
