@@ -19,8 +19,8 @@ from shoal.cluster.sources.progress import Step
 
 PIECE_BYTES = 16 << 20
 NUM_STREAMS = 8
-VERSIONS = ("ETag", "etag", "md5Hash", "generation", "created")
-"""What a store calls that which changes with an object's bytes; the last is fsspec's own memory's."""
+VERSIONS = ("ETag", "md5Hash", "generation")
+"""What a store calls that which changes with an object's bytes: S3, then Google, which may have no hash."""
 
 CREDENTIALS = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_SHARED_CREDENTIALS_FILE, or a machine's role",
@@ -98,7 +98,7 @@ class Bucket:
                 )
             case FileNotFoundError():
                 return ModelSourceError(f"{url} does not exist: check the name of bucket and folder")
-            case PermissionError():
+            case _ if isinstance(error, PermissionError) or getattr(error, "code", None) in (401, 403):
                 why = "is refused to the credentials that this node has"
             case _ if "Credentials" in kind:
                 why = "needs credentials, and this node has none"

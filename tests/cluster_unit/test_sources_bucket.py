@@ -176,6 +176,12 @@ def test_a_folder_of_pickled_weights_is_refused_before_anything_is_fetched(world
     assert world.lines == []
 
 
+def refusal_of_google() -> Exception:
+    error: Any = RuntimeError("Anonymous caller does not have storage.objects.list access")
+    error.code = 401
+    return error  # type: ignore[no-any-return]
+
+
 def refusing(world: World, error: Exception) -> ModelSources:
     def filesystem(scheme: str) -> Any:
         raise error
@@ -191,6 +197,7 @@ def refusing(world: World, error: Exception) -> ModelSources:
             PermissionError("Forbidden"),
             "is refused to the credentials that this node has: give it AWS_ACCESS",
         ),
+        (refusal_of_google(), "is refused to the credentials that this node has: give it AWS_ACCESS"),
         (
             type("NoCredentialsError", (Exception,), {})(),
             "needs credentials, and this node has none: give it",
