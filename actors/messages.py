@@ -131,7 +131,7 @@ class EngineRequest:
     prompt_logprobs: int | None = None
     """The same for the tokens of the prompt, which is then computed in full: no cached prefix is used."""
     cache_salt: str = ""
-    """Only requests of one salt share cached prefixes."""
+    """Only requests of one salt share cached prefixes. Made of the tenant and of the client's own salt."""
     priority: int = 0
     """Lower is sooner. Of equal ones those that have begun go first, the others by arrival."""
     sources: tuple[PrefixSource, ...] = ()
@@ -268,6 +268,8 @@ class ModelCard:
     """Tokens a block key covers."""
     fingerprint: bytes
     """What computed keys and values depend on beside the tokens: names the root of all block keys."""
+    max_num_seqs: int = 0
+    """Sequences that each of its engines runs at once. 0 is "not told"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -318,13 +320,31 @@ class EngineHealth:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an ingress's requests do on an engine."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Of the engine: the share of its blocks that sequences use, anybody's, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HttpConfig:
     """Where and how an ingress listens."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     """0 takes any free port."""
-    api_key: str | None = field(default=None, repr=False)
+    api_key_hash: str | None = field(default=None, repr=False)
+    """Of one key that all clients share. Keys themselves would lie in whatever Ray keeps its actors in."""
+    api_keys: str | None = None
+    """A file of keys with tenants and limits; absolute, on the ingress's node, read again when it changes."""
+    admin_key_hash: str | None = field(default=None, repr=False)
+    ssl_certfile: str | None = None
+    """With the chain that verifies it; absolute, on the ingress's node, read again on change."""
+    ssl_keyfile: str | None = None
+    """None: in ssl_certfile too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

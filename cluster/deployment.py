@@ -111,8 +111,9 @@ class Deployment:
         self.spec = spec
         self._launcher = launcher
         self._clock = clock
-        self._drain_s = drain_s
+        self.drain_s = drain_s
         self._has_been_ready = False
+        self._num_failures_gone = 0
         self.known_router = launcher.adopt_router(spec)
         """The last that was ready, or was found. The others are told of it while it is away as well: they
         notice that themselves, and must know each other all the same."""
@@ -126,6 +127,11 @@ class Deployment:
         self.respec(spec)
         if self._autoscaler:
             self.wanted = self.needed = self._autoscaler.wanted((), len(adopted) or spec.num_engines)
+
+    @property
+    def num_failures(self) -> int:
+        """Of engines, since it was made."""
+        return self._num_failures_gone + sum(member.watched.num_failures for member in self.members)
 
     @property
     def is_gone(self) -> bool:
@@ -144,6 +150,15 @@ class Deployment:
     @property
     def staying(self) -> list[Member]:
         return [m for m in self.members if not m.is_leaving and m.phase is not Phase.DRAINING]
+
+    @property
+    def serving(self) -> list[Member]:
+        """Those that stay and are ready."""
+        return [member for member in self.staying if member.phase is Phase.READY]
+
+    @property
+    def is_draining(self) -> bool:
+        return any(member.phase is Phase.DRAINING for member in self.members)
 
     @property
     def is_complete(self) -> bool:
@@ -197,16 +212,20 @@ class Deployment:
         if self._autoscaler:
             self.needed = self._autoscaler.wanted([member.health for member in self.ready], self.needed)
 
-    def tick(self, leaving: Set[str], crowd: Mapping[str, int]) -> None:
-        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models."""
+    def tick(self, leaving: Set[str], crowd: Mapping[str, int], *, as_it_is: bool = False) -> None:
+        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models.
+        as_it_is: none is started, and none let go."""
         for member in self.staying:
             if member.node in leaving:
                 member.is_leaving = True
-        self._have_as_many_as_wanted(crowd)
-        self._let_leave()
+        if not as_it_is:
+            self._have_as_many_as_wanted(crowd)
+            self._let_leave()
         self.router.tick()
         self.known_router = self.router.ready or self.known_router
-        self.members = [member for member in self.members if member.tick(self._drain_s)]
+        for member in list(self.members):
+            if not member.tick(self.drain_s):
+                self._forget(member)
         self._has_been_ready = self._has_been_ready or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:
@@ -232,7 +251,7 @@ class Deployment:
         for member in sorted(self.staying, key=partial(_loss, crowd=crowd))[: max(0, excess)]:
             if member.phase is Phase.JOINING:  # it has nothing to finish
                 member.watched.kill()
-                self.members.remove(member)
+                self._forget(member)
             else:
                 member.drain()
         for _ in range(-excess):
@@ -242,10 +261,14 @@ class Deployment:
         """Those who are to go do so as others become ready in their place; one by one if these lack room."""
         enough = len(self.ready) - self.wanted
         if enough <= 0 and any(member.waits_for_room for member in self.staying):
-            enough = 0 if any(member.phase is Phase.DRAINING for member in self.members) else 1
+            enough = 0 if self.is_draining else 1
         for member in [member for member in self.members if member.is_leaving][: max(0, enough)]:
             member.is_leaving = False
             member.drain()
+
+    def _forget(self, member: Member) -> None:
+        self.members.remove(member)
+        self._num_failures_gone += member.watched.num_failures
 
     def _add(self) -> None:
         taken = {member.index for member in self.members}

@@ -35,6 +35,7 @@ class Account:
         dashboard_url: str | None,
         took: StartTime,
         console: Console,
+        on_ready: Callable[[ClusterStatus], None],
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -44,6 +45,7 @@ class Account:
         self._dashboard_url = dashboard_url
         self._took = took
         self._console = console
+        self._on_ready = on_ready
         self._troubles: tuple[str, ...] = ()
         self._stores: set[StoreId] = set()
         self._doing: dict[str, tuple[str, float]] = {}
@@ -70,6 +72,7 @@ class Account:
             self.was_ready = True
             self._took.until_here("front door")
             self._announce(status)
+            self._on_ready(status)
 
     def _take_starts(self, status: ClusterStatus) -> None:
         """What the engines that start are at. A start of a few seconds is no news."""

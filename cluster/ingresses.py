@@ -28,6 +28,7 @@ class Ingresses:
         self._open: dict[str, Watched[IngressProcess]] = {}
         self._closing: dict[str, _Leaving] = {}
         self._has_been_ready = False
+        self._num_failures_gone = 0  # of those whose doorways are gone
 
     @property
     def infos(self) -> tuple[IngressInfo | None, ...]:
@@ -41,6 +42,10 @@ class Ingresses:
         return open_ones + [
             (c.watched.info, c.watched.ready) for c in self._closing.values() if c.watched.ready
         ]
+
+    @property
+    def num_failures(self) -> int:
+        return self._num_failures_gone + sum(watched.num_failures for watched in self._open.values())
 
     @property
     def adopting(self) -> bool:
@@ -96,6 +101,7 @@ class Ingresses:
 
     def _close(self, name: str, drain_s: float) -> None:
         watched = self._open.pop(name)
+        self._num_failures_gone += watched.num_failures
         if watched.ready:
             by = self._clock() + drain_s + CLOSING_S
             self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)

@@ -19,7 +19,7 @@ from shoal.actors.router.actor import RouterActor
 from shoal.cluster import node_files
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
-from shoal.cluster.spec import ClusterSpec, DeploymentSpec
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec, namespace_of
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
 from shoal.kvstore.sizes import format_size
@@ -128,6 +128,8 @@ class RayLauncher:
         cannot."""
         self._on_start = on_start
         self._namespace = namespace_of(name)
+        self._labels = {"shoal_cluster": name}
+        """Of the metrics of every process."""
         self._kv_store_bytes = kv_store_bytes
         self._leaving: frozenset[str] = frozenset()
         self._nodes: list[dict[str, Any]] = []
@@ -148,7 +150,8 @@ class RayLauncher:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
         try:
-            actor = self._launch(name, EngineActor, options, EngineId(name), config, node_files.whole)
+            args = (EngineId(name), config, self._of(deployment), node_files.whole)
+            actor = self._launch(name, EngineActor, options, *args)
         except Exception:
             remove_placement_group(group)
             raise
@@ -158,11 +161,13 @@ class RayLauncher:
         name = _new_name(_store_prefix(node))
         budget = store_budget(self._kv_store_bytes, object_store_bytes().get(node, 0))
         options = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        return RayStore(name, self._launch(name, StoreActor, options, StoreId(name), budget), self._on_start)
+        return RayStore(
+            name, self._launch(name, StoreActor, options, StoreId(name), budget, self._labels), self._on_start
+        )
 
     def router(self, deployment: DeploymentSpec) -> RayRouter:
         name = _router_name(deployment)
-        args = (deployment.engine.block_size, deployment.routing_policy)
+        args = (deployment.engine.block_size, deployment.routing_policy, self._of(deployment))
         return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args), self._on_start)
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
@@ -170,7 +175,7 @@ class RayLauncher:
         if doorway.node:
             here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
-        args = (doorway.http, models, node_files.without_weights)
+        args = (doorway.http, models, self._labels, node_files.without_weights)
         actor = self._launch(doorway.name, IngressActor, options, *args)
         return RayIngress(doorway.name, actor, self._on_start)
 
@@ -236,6 +241,10 @@ class RayLauncher:
         needs = " and ".join(_said(what, amount) for what, amount in _needs(deployment).items())
         return f"waits for a node that has {needs} free"
 
+    def _of(self, deployment: DeploymentSpec) -> dict[str, str]:
+        """Labels of the metrics of those that serve one model."""
+        return {**self._labels, "model_name": deployment.model.name}
+
     @property
     def _beside_us(self) -> dict[str, Any]:
         """On the supervisor's node while that lives: one that hosts nothing but engines and their store can
@@ -269,11 +278,6 @@ class RayLauncher:
 
     def _groups(self) -> dict[str, PlacementGroup]:
         return groups_of(self._namespace)
-
-
-def namespace_of(cluster_name: str) -> str:
-    """The Ray namespace in which a cluster's actors have their names."""
-    return f"shoal-{cluster_name}"
 
 
 def groups_of(namespace: str) -> dict[str, PlacementGroup]:

@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shoal.cluster.launcher import groups_of, namespace_of
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.launcher import groups_of
+from shoal.cluster.spec import ClusterSpec, namespace_of
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
 
 CALL_DEADLINE_S = 5.0

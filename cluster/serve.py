@@ -1,116 +1,74 @@
-"""`shoal serve`: starts a cluster in Ray, keeps its lease, and tears it down when told to stop."""
+"""`shoal serve`: from what was said to what a cluster is to be, in a Ray that is joined or started."""
 
-import logging
-import os
-import shutil
-import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import ray
 from rich.console import Console
 
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config, longest_length, usual_length
-from shoal.actors.engine.prefix_cache import PrefixCacheName
-from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig, ModelCard
-from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.autoscaler import AutoscalingConfig
-from shoal.cluster.driver import Account, watch
-from shoal.cluster.host_memory import check_shared_memory, check_store_budget, needed_object_store_bytes
+from shoal.cluster.connection import LOCAL, connected, num_cores, ray_address
+from shoal.cluster.console import PLAIN
+from shoal.cluster.driver import POLL_S, Account, watch
+from shoal.cluster.host_memory import check_store_budget
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.lifecycle import ServeError, changed, find_running, new_cluster
+from shoal.cluster.options import ModelOptions, ServeOptions
 from shoal.cluster.readings import Reading, Readings
+from shoal.cluster.signals import stop_signal
 from shoal.cluster.sources import Part, resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.start_time import StartTime, process_age_s
-from shoal.cluster.watch import START_TIMEOUT_S
-from shoal.kvstore.layout import KVDtype
+from shoal.cluster.work import Work, beside
 from shoal.kvstore.sizes import format_size
 
-CALL_DEADLINE_S = 5.0
 MAX_PORT = 65535
+
+PREDECESSOR_DEADLINE_S = 45.0
+"""A lease is 15 s, and its cluster then takes as long as any to end."""
 
 DEFAULT_MEMORY_SHARE = 0.6
 """Of the memory that Ray has free, for all engines together; the rest is for ingress, Ray, page cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What the command line says; None is "choose for me"."""
-
-    model: str | None = None
-    revision: str | None = None
-    served_model_name: str | None = None
-    engines: int = 1
-    ingresses: int = 1
-    threads: int | None = None
-    memory_bytes: int | None = None
-    max_model_len: int | None = None
-    block_size: int = 128
-    kv_cache_dtype: KVDtype = "float32"
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    num_dropped_layers: int = 0
-    kv_store_bytes: int | None = None
-    """Of each node; 0 is none."""
-    kv_write_policy: WritePolicy = "write_through"
-    prefix_cache: PrefixCacheName = "radix"
-    routing_policy: RoutingPolicyName = "cost"
-    require_kernels: bool = False
-    http: HttpConfig = field(default_factory=HttpConfig)
-    address: str | None = None
-    name: str = "default"
-    autoscaling: AutoscalingConfig | None = None
-    """None: `engines`, whatever the load is."""
-    is_detached: bool = False
-    stop_grace_s: float = 3.0
-    drain_s: float = 120.0
-    start_timeout_s: float = START_TIMEOUT_S
-
-
-def serve(options: ServeOptions, console: Console) -> None:
-    """Run until SIGINT or SIGTERM. Raises ServeError or ValueError with a line for the operator."""
+def serve(options: ServeOptions, console: Console, work: Work | None = None) -> None:
+    """Run until SIGINT or SIGTERM, or until work is done that is begun when the cluster is ready; what that
+    raises is raised. Raises ServeError or ValueError with a line for the operator."""
     took = StartTime(time.monotonic, before_s=process_age_s())
     took.until_here("command")
-    # In a Ray of our own this node is the only one. Else each that hosts an engine gets the weights itself.
-    is_ours = _address(options) == "local"
-    part = Part.WHOLE if is_ours else Part.TEXT
-    checkpoint = resolve_model(options.model, revision=options.revision, part=part)
-    max_model_len, lean = _read_config(checkpoint.directory, options)
-    model = ModelCard(
-        name=options.served_model_name or checkpoint.name,
-        checkpoint=str(checkpoint.directory) if is_ours else checkpoint.source,
-        max_model_len=max_model_len,
-        block_size=options.block_size,
-        fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
-    )
+    _check_door(options)
+    models = [_read(model, is_ours=ray_address(options) == LOCAL) for model in options.models]
     # A wrong limit is refused before Ray is started.
-    _spec(options, model, lean, _Share(threads=1, memory_bytes=1))
+    _spec(options, models, [_Share(threads=1, memory_bytes=1)] * len(models))
     took.until_here("model")
-    with _connected(options) as dashboard_url, _stop_signal() as stop:
+    with connected(options) as dashboard_url, stop_signal() as stop:
         took.until_here("Ray")
         if options.kv_store_bytes:
             check_store_budget(options.kv_store_bytes, max(object_store_bytes().values()))
+        if work is not None and ray_address(options) != LOCAL:
+            _wait_for_room(options, models, stop, console)
         running = find_running(options.name, is_detached=options.is_detached)
         before = running.spec if running else None
-        share = _share_of_an_engine(options, before, is_ours=is_ours)
-        spec = _spec(options, model, lean, share, before)
+        shares = _shares(options, models, before)
+        spec = _spec(options, models, shares, before)
+        names = ", ".join(model.card.name for model in models)
+        num_engines = sum(model.engines for model in options.models)
         console.print(
-            f"{'changing to' if running else 'starting'} {model.name} on {options.engines} engine(s) "
+            f"{'changing to' if running else 'starting'} {names} on {num_engines} engine(s) "
             f"in Ray namespace {spec.namespace}"
         )
-        account = Account(spec, dashboard_url, took, console)
-        with changed(running, spec) if running else new_cluster(spec) as supervisor:
+        with (
+            changed(running, spec) if running else new_cluster(spec) as supervisor,
+            beside(work, stop) as begin,
+        ):
+            account = Account(spec, dashboard_url, took, console, begin)
             watch(supervisor, spec.namespace, stop, account, until_ready=options.is_detached)
             if options.is_detached and not account.was_ready:
                 raise ServeError("stopped before it was ready")
@@ -118,7 +76,61 @@ def serve(options: ServeOptions, console: Console) -> None:
                 console.print("stopping")
 
 
-def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanModel | None]:
+def _wait_for_room(
+    options: ServeOptions, models: "Sequence[_Model]", stop: threading.Event, console: Console
+) -> None:
+    """What another has left that was killed goes within its lease; until then it may hold our name, and CPUs
+    and memory."""
+    deadline, said = time.monotonic() + PREDECESSOR_DEADLINE_S, False
+    while time.monotonic() < deadline and not stop.is_set():
+        try:
+            find_running(options.name, is_detached=False)
+            _shares(options, models, None)
+            return
+        except ServeError as error:
+            if not said:
+                console.print(f"{error}; waiting for {PREDECESSOR_DEADLINE_S:.0f} s", **PLAIN)
+            said = True
+        stop.wait(POLL_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """What is known of one before Ray is there."""
+
+    options: ModelOptions
+    card: ModelCard
+    lean: LeanModel | None
+
+
+def _read(options: ModelOptions, *, is_ours: bool) -> _Model:
+    """is_ours: the Ray, so that this node is its only one. Else each that hosts an engine gets the weights
+    itself."""
+    part = Part.WHOLE if is_ours else Part.TEXT
+    checkpoint = resolve_model(options.model, revision=options.revision, part=part)
+    max_model_len, lean = _read_config(checkpoint.directory, options)
+    card = ModelCard(
+        name=options.served_model_name or checkpoint.name,
+        checkpoint=str(checkpoint.directory) if is_ours else checkpoint.source,
+        max_model_len=max_model_len,
+        block_size=options.block_size,
+        fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
+        max_num_seqs=options.max_num_seqs,
+    )
+    return _Model(options=options, card=card, lean=lean)
+
+
+def _check_door(options: ServeOptions) -> None:
+    """What an ingress would say of its files, unless they are on its node alone."""
+    http = options.http
+    paths = [path for path in (http.api_keys, http.ssl_certfile, http.ssl_keyfile) if path is not None]
+    if paths and (ray_address(options) == LOCAL or all(Path(path).exists() for path in paths)):
+        from shoal.actors.ingress.door_files import DoorFiles  # noqa: PLC0415  (brings a web framework)
+
+        DoorFiles(http, time.monotonic)
+
+
+def _read_config(checkpoint: Path, options: ModelOptions) -> tuple[int, LeanModel | None]:
     """How long a sequence may be, and what engines would read. Refuses here a model that none could load."""
     wanted, kept = options.max_model_len, Readings.from_environment()
     if not options.num_dropped_layers and (reading := kept.find(checkpoint, wanted)):
@@ -140,78 +152,6 @@ def _read_config(checkpoint: Path, options: ServeOptions) -> tuple[int, LeanMode
     return max_model_len, lean
 
 
-@contextmanager
-def _connected(options: ServeOptions) -> Iterator[str | None]:
-    """Join the named Ray cluster, or start a private one that ends with us; yields its dashboard's address.
-
-    Never joins whatever cluster happens to be found on the machine.
-    """
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    address = _address(options)
-    if address == "local" and options.is_detached:
-        raise ServeError("--detached needs --address or RAY_ADDRESS: a Ray of our own ends with this command")
-    private: dict[str, Any] = {}
-    if address == "local":
-        wanted_cpus = options.engines * (options.threads or 1)
-        private = {"num_cpus": max(_num_cores(), wanted_cpus), "include_dashboard": True}
-        private |= _object_store_of_our_own(options.kv_store_bytes)
-    _check_that_somebody_listens(address)
-    try:
-        context = ray.init(address=address, logging_level=logging.WARNING, **private)
-    except Exception as error:  # a bare one too, when a process of a Ray of our own does not start
-        if address == "local":
-            raise ServeError(f"Ray does not start here ({_reason(error)})") from error
-        raise ServeError(f"no Ray at {address} ({_reason(error)}): check --address or RAY_ADDRESS") from error
-    try:
-        yield context.dashboard_url
-    finally:
-        ray.shutdown()
-
-
-def _address(options: ServeOptions) -> str:
-    return options.address or os.environ.get("RAY_ADDRESS") or "local"
-
-
-def _reason(error: Exception) -> str:
-    """A line of what Ray says. That may be the end of a log: then the last error in it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return next((line for line in reversed(lines) if "Error" in line), lines[-1])
-
-
-def _object_store_of_our_own(kv_store_bytes: int | None) -> dict[str, int]:
-    """Just large enough for the KV store if its size was chosen; what is not taken here is for engines."""
-    if kv_store_bytes is None:
-        return {}
-    check_shared_memory(kv_store_bytes, shutil.disk_usage("/dev/shm").total)
-    return {"object_store_memory": needed_object_store_bytes(kv_store_bytes)}
-
-
-def _check_that_somebody_listens(address: str) -> None:
-    """Ray itself would try for some minutes before it gives up on an address where nobody is."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():  # "local", "auto", or not ours to judge
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CALL_DEADLINE_S).close()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ServeError(f"no Ray at {address} ({reason}): check --address or RAY_ADDRESS") from error
-
-
-@contextmanager
-def _stop_signal() -> Iterator[threading.Event]:
-    """Set by SIGINT or SIGTERM. Installed after ray.init, which takes SIGTERM for itself."""
-    stop = threading.Event()
-    before = {
-        number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Share:
     """What one engine gets of the machines."""
@@ -220,73 +160,101 @@ class _Share:
     memory_bytes: int
 
 
-def _share_of_an_engine(options: ServeOptions, running: ClusterSpec | None, *, is_ours: bool) -> _Share:
-    """What is not said stays as it is, where a cluster is changed."""
-    for deployment in running.deployments if running else ():
-        before = deployment.engine
-        return _Share(
-            threads=options.threads or before.threads,
-            memory_bytes=options.memory_bytes or before.memory_bytes,
-        )
+def _shares(options: ServeOptions, models: Sequence[_Model], running: ClusterSpec | None) -> list[_Share]:
+    """Of an engine of each model. What is not said is an even share of what is free, or stays as it is where
+    a cluster is changed. Raises ServeError for more than there is, where nobody waits for more."""
     free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
     num_cpus, ray_memory = int(free.get("CPU", 0)), int(free.get("memory", 0))
-    threads = options.threads or max(1, min(num_cpus, _num_cores()) // options.engines)
-    memory_bytes = options.memory_bytes or int(DEFAULT_MEMORY_SHARE * ray_memory / options.engines)
-    if options.threads and options.memory_bytes and not is_ours:
-        return _Share(threads=threads, memory_bytes=memory_bytes)  # nodes may come; who waits says for what
-    if threads * options.engines > num_cpus:
-        raise ServeError(
-            f"{options.engines} engines of {threads} threads need {threads * options.engines} CPUs; "
-            f"Ray has {num_cpus} free: lower --engines or --threads"
+    num_engines = max(1, sum(model.engines for model in options.models))
+    even = _Share(
+        threads=max(1, min(num_cpus, num_cores()) // num_engines),
+        memory_bytes=int(DEFAULT_MEMORY_SHARE * ray_memory / num_engines),
+    )
+    before = (
+        {deployment.model.name: deployment.engine for deployment in running.deployments} if running else {}
+    )
+    shares = []
+    for model in models:
+        unsaid = before.get(model.card.name, even)
+        shares.append(
+            _Share(
+                threads=model.options.threads or unsaid.threads,
+                memory_bytes=model.options.memory_bytes or unsaid.memory_bytes,
+            )
         )
-    if memory_bytes * options.engines > ray_memory:
+    may_wait = options.is_detached or any(model.autoscaling for model in options.models)
+    if not running and not may_wait:  # else nodes may come, and who waits says for what
+        _check_that_they_fit(options, shares, num_cpus, ray_memory)
+    return shares
+
+
+def _check_that_they_fit(
+    options: ServeOptions, shares: Sequence[_Share], num_cpus: int, ray_memory: int
+) -> None:
+    engines = [model.engines for model in options.models]
+    cpus = sum(n * share.threads for n, share in zip(engines, shares, strict=True))
+    memory = sum(n * share.memory_bytes for n, share in zip(engines, shares, strict=True))
+    each = len(set(shares)) == 1
+    if cpus > num_cpus:
+        of_each = f" of {shares[0].threads} threads" if each else ""
         raise ServeError(
-            f"{options.engines} engines of {format_size(memory_bytes)} need "
-            f"{format_size(memory_bytes * options.engines)}; Ray has {format_size(ray_memory)} free: "
-            "lower --engines or --memory"
+            f"{sum(engines)} engines{of_each} need {cpus} CPUs; Ray has {num_cpus} free: "
+            "lower --engines or --threads"
         )
-    return _Share(threads=threads, memory_bytes=memory_bytes)
+    if memory > ray_memory:
+        of_each = f" of {format_size(shares[0].memory_bytes)}" if each else ""
+        raise ServeError(
+            f"{sum(engines)} engines{of_each} need {format_size(memory)}; Ray has {format_size(ray_memory)} "
+            "free: lower --engines or --memory"
+        )
 
 
 def _spec(
     options: ServeOptions,
-    model: ModelCard,
-    lean: LeanModel | None,
-    share: _Share,
+    models: Sequence[_Model],
+    shares: Sequence[_Share],
     running: ClusterSpec | None = None,
 ) -> ClusterSpec:
-    deployment = DeploymentSpec(
-        model=model,
-        num_engines=options.engines,
-        autoscaling=options.autoscaling,
-        routing_policy=options.routing_policy,
-        start_timeout_s=options.start_timeout_s,
-        engine=EngineConfig(
-            checkpoint=model.checkpoint,
-            max_model_len=model.max_model_len,
-            memory_bytes=share.memory_bytes,
-            threads=share.threads,
-            block_size=options.block_size,
-            kv_cache_dtype=options.kv_cache_dtype,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_queued_requests=options.max_queued_requests,
-            max_queued_tokens=options.max_queued_tokens,
-            prefix_cache=options.prefix_cache,
-            num_dropped_layers=options.num_dropped_layers,
-            kv_write_policy=options.kv_write_policy,
-            require_kernels=options.require_kernels,
-            lean=lean,
-        ),
-    )
     return ClusterSpec(
         name=options.name,
-        deployments=(deployment,),
+        deployments=tuple(
+            _deployment(options, model, share) for model, share in zip(models, shares, strict=True)
+        ),
         kv_store_bytes=options.kv_store_bytes,
         http=_listeners(options.http, options.ingresses, running.http if running else ()),
+        ingress_labels=options.ingress_labels,
         stop_grace_s=options.stop_grace_s,
         drain_s=options.drain_s,
         is_detached=options.is_detached,
+    )
+
+
+def _deployment(options: ServeOptions, model: _Model, share: _Share) -> DeploymentSpec:
+    said = model.options
+    return DeploymentSpec(
+        model=model.card,
+        num_engines=said.engines,
+        autoscaling=said.autoscaling,
+        labels=said.node_labels,
+        routing_policy=options.routing_policy,
+        start_timeout_s=said.start_timeout_s,
+        engine=EngineConfig(
+            checkpoint=model.card.checkpoint,
+            max_model_len=model.card.max_model_len,
+            memory_bytes=share.memory_bytes,
+            threads=share.threads,
+            block_size=said.block_size,
+            kv_cache_dtype=said.kv_cache_dtype,
+            max_num_seqs=said.max_num_seqs,
+            max_num_batched_tokens=said.max_num_batched_tokens,
+            max_queued_requests=said.max_queued_requests,
+            max_queued_tokens=said.max_queued_tokens,
+            prefix_cache=said.prefix_cache,
+            num_dropped_layers=said.num_dropped_layers,
+            kv_write_policy=said.kv_write_policy,
+            require_kernels=said.require_kernels,
+            lean=model.lean,
+        ),
     )
 
 
@@ -312,7 +280,3 @@ def _free_ports(host: str, num: int) -> list[int]:
             fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
             raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
         return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0))

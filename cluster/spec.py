@@ -82,6 +82,15 @@ class ClusterSpec:
             raise ValueError("--ingresses must be at least 1")
 
     @property
+    def labels(self) -> dict[str, str]:
+        """Of the metrics of every process."""
+        return {"shoal_cluster": self.name}
+
+    @property
     def namespace(self) -> str:
-        """The Ray namespace in which the cluster's actors have their names."""
-        return f"shoal-{self.name}"
+        return namespace_of(self.name)
+
+
+def namespace_of(name: str) -> str:
+    """The Ray namespace in which a cluster's actors have their names."""
+    return f"shoal-{name}"

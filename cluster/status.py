@@ -56,11 +56,12 @@ def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
 def shown(status: dict[str, Any]) -> Group:
     """The same as a table, with what is amiss below it."""
     table = Table("model", "engine", "phase", "node", "requests", "tokens to compute", "prefill tokens/s")
+    table.columns[0].overflow = "fold"
     for column in table.columns[4:]:
         column.justify = "right"
     for model in status["models"]:
         for engine in model["engines"]:
-            name = engine["id"] or f"engine {engine['index']}"
+            name = (engine["id"] or str(engine["index"])).removeprefix(f"engine-{model['deployment']}-")
             outgoing = " (outgoing)" if model["is_outgoing"] else ""
             table.add_row(
                 f"{model['model']}{outgoing}",

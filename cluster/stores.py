@@ -34,6 +34,7 @@ class Stores:
         """By node."""
         self._leaving: dict[str, _Leaving] = {}
         """Likewise."""
+        self._num_failures_elsewhere = 0  # on nodes that have no store any more
         self._adopted = list(launcher.adopt_stores())
 
     @property
@@ -45,6 +46,14 @@ class Stores:
     def troubles(self) -> dict[str, str]:
         """By node: why there is none, if something failed."""
         return {node: store.trouble for node, store in self._stores.items() if store.trouble}
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self._stores)
+
+    @property
+    def num_failures(self) -> int:
+        return self._num_failures_elsewhere + sum(store.num_failures for store in self._stores.values())
 
     @property
     def adopting(self) -> bool:
@@ -80,6 +89,7 @@ class Stores:
     def _leave(self, node: str) -> None:
         """The node may be given back as soon as nothing of ours is there: others take over what is wanted."""
         store = self._stores.pop(node)
+        self._num_failures_elsewhere += store.num_failures
         others = [other.ready for other in self._stores.values() if other.ready]
         if store.ready and others:
             by = self._clock() + EVACUATION_S

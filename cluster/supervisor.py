@@ -11,6 +11,7 @@ from shoal.cluster.processes import Introduction, Launcher
 from shoal.cluster.roll import allowed
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.stores import Stores
+from shoal.kvstore.families import Role
 from shoal.kvstore.messages import StoreInfo
 
 LEASE_TICKS = 30
@@ -66,12 +67,21 @@ class ClusterStatus:
         return tuple(e.info for deployment in self.deployments for e in deployment.engines if e.info)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleCounts:
+    wanted: int
+    ready: int
+    failures: int
+    """Since the supervisor began."""
+
+
 class Supervisor:
     """Call `tick` every half second. Everything it tells the actors is told again each time, so that one
     that was replaced, or missed a call, knows it a tick later.
 
     One that takes over what an earlier one left tells nothing until it knows of all: an actor that hears of
-    some alone drops what it has to do with the others.
+    some alone drops what it has to do with the others. Until then it ends nothing either: what has not said
+    yet that it is ready may serve.
     """
 
     def __init__(self, wish: Wish, launcher: Launcher, *, clock: Callable[[], float]) -> None:
@@ -87,15 +97,17 @@ class Supervisor:
         self._stores = Stores(launcher, clock)
         self._ticks_of_lease = LEASE_TICKS
         self._is_stopped = False
+        self._num_failures_gone = 0  # of engines of deployments that are no more
 
     def tick(self, *, early: bool = False) -> None:
         """early: between two of those ticks, since somebody has started. The lease does not count it."""
         self._ticks_of_lease -= not early
         self._launcher.look(self.wish.leaving)
-        self._scale()
+        if not self._is_taking_over:
+            self._scale()
         crowd = engines_by_node(list(self._deployments.values()))
         for deployment in self._deployments.values():  # first whoever takes longest to start
-            deployment.tick(self.wish.leaving, crowd)
+            deployment.tick(self.wish.leaving, crowd, as_it_is=self._is_taking_over)
         self._forget_what_is_gone()
         self._tick_ingresses()
         self._tick_stores()
@@ -118,6 +130,8 @@ class Supervisor:
         wanted = {deployment.deployment_id: deployment for deployment in spec.deployments}
         outgoing = tuple(d.spec for i, d in self._deployments.items() if i not in wanted)
         self.wish = replace(self.wish, spec=spec, outgoing=outgoing)
+        for runs in self._deployments.values():
+            runs.drain_s = spec.drain_s
         for deployment_id, deployment in wanted.items():
             if deployment_id in self._deployments:
                 self._deployments[deployment_id].respec(deployment)
@@ -145,7 +159,7 @@ class Supervisor:
         """Let everything on it finish, and start nothing there any more; by a part of its id that no
         other's has. Raises ValueError if there is none, or no other is left."""
         nodes = self._launcher.nodes
-        leaving = self.wish.leaving | {_the_one(node, nodes)}
+        leaving = self.wish.leaving | {_the_one("node", node, nodes)}
         if leaving >= set(nodes):
             raise ValueError(
                 f"node: {node} is the last one that could host engines; add one, or stop the cluster"
@@ -154,12 +168,17 @@ class Supervisor:
 
     def undrain_node(self, node: str) -> None:
         """Raises ValueError if it is not being left."""
-        self.wish = replace(self.wish, leaving=self.wish.leaving - {_the_one(node, list(self.wish.leaving))})
+        self.wish = replace(
+            self.wish, leaving=self.wish.leaving - {_the_one("node", node, list(self.wish.leaving))}
+        )
 
-    def drain_engine(self, engine_id: EngineId) -> None:
-        """Replace it once it has finished what it has. Raises ValueError if there is none."""
-        if not any(deployment.drain(engine_id) for deployment in self._deployments.values()):
-            raise ValueError(f"engine: {engine_id!r} does not run here")
+    def drain_engine(self, engine: str) -> None:
+        """Replace it once it has finished what it has; by a part of its id that no other's has. Raises
+        ValueError if there is none."""
+        speaking = [m.watched.info.engine_id for d in self._deployments.values() for m in d.speaking]
+        whole = EngineId(_the_one("engine", engine, speaking))
+        for deployment in self._deployments.values():
+            deployment.drain(whole)
 
     def renew_lease(self) -> None:
         self._ticks_of_lease = LEASE_TICKS
@@ -195,6 +214,29 @@ class Supervisor:
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
 
+    def counts(self) -> dict[Role, RoleCounts]:
+        deployments, stores, ingresses = self._deployments.values(), self._stores, self._ingresses
+        return {
+            "router": RoleCounts(
+                wanted=len(deployments),
+                ready=sum(d.router.ready is not None for d in deployments),
+                failures=sum(d.router.num_failures for d in deployments),
+            ),
+            "ingress": RoleCounts(
+                wanted=len(ingresses.infos),
+                ready=sum(info is not None for info in ingresses.infos),
+                failures=ingresses.num_failures,
+            ),
+            "engine": RoleCounts(
+                wanted=sum(d.wanted for d in deployments),
+                ready=sum(len(d.ready) for d in deployments),
+                failures=self._num_failures_gone + sum(d.num_failures for d in deployments),
+            ),
+            "store": RoleCounts(
+                wanted=stores.num_wanted, ready=len(stores.ready), failures=stores.num_failures
+            ),
+        }
+
     def teardown(self) -> None:
         """End every actor: the front doors first, so that nothing new comes in behind them."""
         grace_s = self.wish.spec.stop_grace_s
@@ -229,10 +271,10 @@ class Supervisor:
         self._ingresses.tick(doorways, models, self.wish.leaving, self._drain_s)
 
     def _scale(self) -> None:
-        """How many engines each deployment may have now."""
+        """How many engines each deployment may have now. Of those that go only what serves may stay."""
         for current in self._current:
             going = self._outgoing(current.spec.model.name)
-            old = sum(len(deployment.staying) for deployment in going)
+            old = sum(len(deployment.serving) for deployment in going)
             if not old:
                 current.autoscale()
                 current.wanted = current.needed
@@ -243,11 +285,11 @@ class Supervisor:
                     new_ready=len(current.ready),
                     new_waits=any(member.waits_for_room for member in current.members),
                     old=old,
-                    old_drains=any(len(d.staying) < len(d.members) for d in going),
+                    old_drains=any(d.is_draining for d in going),
                 )
                 current.wanted, left = now.new, now.old
             for deployment in going:
-                deployment.wanted = min(len(deployment.staying), left)
+                deployment.wanted = min(len(deployment.serving), left)
                 left -= deployment.wanted
         served = {deployment.model.name for deployment in self.wish.spec.deployments}
         for deployment in self._deployments.values():
@@ -259,6 +301,7 @@ class Supervisor:
         for deployment_id, deployment in list(self._deployments.items()):
             if deployment_id not in current and deployment.is_gone:
                 deployment.kill()
+                self._num_failures_gone += deployment.num_failures
                 del self._deployments[deployment_id]
                 outgoing = tuple(d for d in self.wish.outgoing if d.deployment_id != deployment_id)
                 self.wish = replace(self.wish, outgoing=outgoing)
@@ -311,11 +354,13 @@ class Supervisor:
                     engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
 
 
-def _the_one(part: str, ids: Sequence[str]) -> str:
+def _the_one(kind: str, part: str, ids: Sequence[str]) -> str:
     found = [whole for whole in ids if part in whole] if part else []
+    if part in ids:
+        return part
     if len(found) != 1:
-        choice = ", ".join(sorted(whole[-8:] for whole in ids)) or "none"
-        raise ValueError(f"node: {part!r} names {len(found)} nodes; there is {choice}")
+        choice = ", ".join(sorted(ids)) or "none"
+        raise ValueError(f"{kind}: {part!r} names {len(found)} of {choice}")
     return found[0]
 
 

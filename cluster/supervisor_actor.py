@@ -14,11 +14,12 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
-from shoal.actors.messages import EngineId
-from shoal.cluster.launcher import RayLauncher, namespace_of
-from shoal.cluster.spec import ClusterSpec
+from shoal.cluster.launcher import RayLauncher
+from shoal.cluster.spec import ClusterSpec, namespace_of
 from shoal.cluster.status import as_dict
 from shoal.cluster.supervisor import ClusterStatus, Supervisor, Wish
+from shoal.cluster.supervisor_metrics import supervisor_metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +42,13 @@ class SupervisorActor:
         wish = self._kept.read() or Wish(spec=spec)
         launcher = RayLauncher(spec.name, spec.kv_store_bytes, on_start=self._started.set)
         self._supervisor = Supervisor(wish, launcher, clock=time.monotonic)
+        self._labels = spec.labels
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
-        self._thread.start()
+        for name, run in (("supervisor", self._run), ("supervisor-metrics", self._publish_metrics)):
+            threading.Thread(target=run, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
-        return "Supervisor"
+        return name_for_people(SUPERVISOR, self._labels)
 
     def status(self) -> ClusterStatus:
         with self._lock:
@@ -89,10 +91,10 @@ class SupervisorActor:
             self._supervisor.undrain_node(node)
             self._keep()
 
-    def drain_engine(self, engine_id: EngineId) -> None:
+    def drain_engine(self, engine: str) -> None:
         """Raises ValueError."""
         with self._lock:
-            self._supervisor.drain_engine(engine_id)
+            self._supervisor.drain_engine(engine)
 
     def stop(self) -> None:
         """End the cluster, this process too; returns at once."""
@@ -121,6 +123,14 @@ class SupervisorActor:
             logger.critical("supervisor broken; ending the process for Ray to restart it", exc_info=True)
             logging.shutdown()
             os._exit(1)
+
+    def _publish_metrics(self) -> None:
+        """On a thread of its own: no fault in telling numbers is to end those who serve."""
+        metrics = Metrics(SUPERVISOR, self._labels)
+        while not self._stopped.wait(METRICS_INTERVAL_S):
+            with self._lock:
+                families = list(supervisor_metrics(self._supervisor))
+            metrics.tell(families)
 
     def _tick(self, *, early: bool = False) -> None:
         with self._lock:

@@ -105,6 +105,8 @@ class Watched(Generic[P]):
         self.has_had_pulse = False
         self.doing: str | None = None
         """What its start is at, if it says so."""
+        self.num_failures = 0
+        """Of processes that it had, or could not have."""
         if adopted is not None:
             self._begin(adopted)
 
@@ -216,6 +218,7 @@ class Watched(Generic[P]):
             self._retry_later(TimeoutError(f"no answer within {PING_DEADLINE_S:.0f} s"))
 
     def _retry_later(self, error: BaseException) -> None:
+        self.num_failures += 1
         self.kill()
         self.trouble = f"{type(error).__name__}: {_last_line(error)}"
         self._retry_at = self._clock() + self._retry_s

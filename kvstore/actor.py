@@ -12,12 +12,13 @@ import ray
 
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, Found, Reading, StoreId, StoreInfo, StoreReport, StoreSnapshot
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 from shoal.kvstore.object_store import ObjectStore, copied
 from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
 from shoal.kvstore.sizes import format_size
 from shoal.kvstore.store import KVStore, cost
+from shoal.kvstore.store_metrics import store_metrics
 from shoal.kvstore.transfer import BytesLost
 
 logger = logging.getLogger(__name__)
@@ -35,8 +36,10 @@ SHARED_MEMORY = "/dev/shm"
 class StoreActor:
     """Engines of its node offer; engines of all nodes read. It never waits for a reader, and knows none."""
 
-    def __init__(self, store_id: StoreId, budget_bytes: int) -> None:
+    def __init__(self, store_id: StoreId, budget_bytes: int, labels: Labels = NO_LABELS) -> None:
+        """labels: of its metrics."""
         self._store_id = store_id
+        self._labels = labels
         self._store: KVStore[Any] = KVStore(budget_bytes, time.monotonic)
         self._transfer = ObjectStore()
         self._sequence = 0
@@ -46,7 +49,7 @@ class StoreActor:
         self._tasks: list[asyncio.Task[None]] = []
 
     def __repr__(self) -> str:
-        return f"Store({self._store_id})"
+        return name_for_people(self._store_id, self._labels)
 
     async def start(self) -> StoreInfo:
         """Raises ValueError if the node has no room for the budget."""
@@ -175,24 +178,9 @@ class StoreActor:
         return StoreReport(store_id=self._store_id, sequence=self._sequence, stored=stored, removed=removed)
 
     async def _publish_metrics(self) -> None:
-        metrics = Metrics(self._store_id)
+        metrics = Metrics(self._store_id, self._labels)
         while True:
-            store, counts = self._store, self._store.counts
-            metrics.gauge("shoal_kv_store_entries", "Blocks and segments that can be found.", len(store))
-            metrics.gauge("shoal_kv_store_used_bytes", "Of the budget.", store.used_bytes)
-            metrics.gauge("shoal_kv_store_budget_bytes", "--kv-store-memory.", store.budget_bytes)
-            metrics.total("shoal_kv_store_evicted_bytes", "To make room.", counts.evicted_bytes)
-            metrics.total("shoal_kv_store_evicted_extents", "To make room.", counts.evicted_extents)
-            metrics.totals(
-                "shoal_kv_store_declined_extents",
-                "Offered, and not put.",
-                "reason",
-                {
-                    "duplicate": counts.duplicate_extents,
-                    "no_room": counts.refused_extents,
-                    "did_not_come": counts.failed_extents,
-                },
-            )
+            metrics.tell(store_metrics(self._store))
             await asyncio.sleep(METRICS_INTERVAL_S)
 
 

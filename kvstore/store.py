@@ -1,10 +1,9 @@
 """Which extents a node's store holds, and which of them go when room is needed. Plain state: the bytes are
 elsewhere, behind opaque tickets."""
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Generic, TypeVar
 
 from shoal.kvstore.block_hash import BlockKey, segment_key
@@ -34,6 +33,8 @@ class _Held(Generic[T]):
     ticket: T
     found: set[BlockKey]
     """Its entries that are found here: not those that another extent has, nor those that were discarded."""
+    used: int
+    """When this was last used, or one that is gone by now and built upon it: a count of uses."""
     num_leases: int = 0
 
 
@@ -48,6 +49,9 @@ class _Lease:
 class StoreCounts:
     """Since the store was made."""
 
+    reads: int = 0
+    """That found something."""
+    stored_extents: int = 0
     evicted_extents: int = 0
     evicted_bytes: int = 0
     duplicate_extents: int = 0
@@ -68,9 +72,10 @@ class KVStore(Generic[T]):
     keys: of two that do, the first one whole is found.
 
     Extents wait for their eviction in two queues, least recently used first: those that nobody is likely to
-    need, then the others. Whoever uses one uses all that it builds upon, so in a queue each stands behind
-    those that build upon it: tails go before heads. One that something builds upon, or that is leased, is
-    passed over; and nothing is evicted for an extent that builds upon it.
+    need, then the others. Only one that nothing builds upon can go, and it joins the queue when that is so:
+    tails go before heads. Whoever uses one uses all that it builds upon. That is not said to each of them at
+    once, which would cost a long path its square: one that goes leaves the time of its use to what it builds
+    upon. One that is leased is passed over; and nothing is evicted for an extent that builds upon it.
     """
 
     def __init__(self, budget_bytes: int, clock: Callable[[], float], *, lease_s: float = LEASE_S) -> None:
@@ -89,8 +94,10 @@ class KVStore(Generic[T]):
         self._void: set[str] = set()  # of what is coming, that which a reset has overtaken
         self._where: dict[BlockKey, str] = {}
         self._builds_upon: dict[BlockKey, set[str]] = {}
-        self._interior: OrderedDict[str, None] = OrderedDict()
-        self._kept: OrderedDict[str, None] = OrderedDict()
+        self._num_uses = 0
+        self._queues: dict[bool, list[tuple[int, str]]] = {False: [], True: []}
+        """By whether they are kept: heaps of when an extent was used, and its ID. What is no longer true is
+        passed over."""
         self._leases: dict[int, _Lease] = {}  # those that end first come first
         self._next_lease = 1
 
@@ -118,17 +125,20 @@ class KVStore(Generic[T]):
         """
         if extent.extent_id in self._coming or extent.extent_id in self._held:
             raise ValueError(f"extent {extent.extent_id!r} was offered before")
-        if extent.kept:
-            self._promote(extent.keys)
-        wanted = extent.without(self._where)
+        wanted: Extent | None = extent
+        if not self._where.keys().isdisjoint(keys := extent.keys):
+            if extent.kept:
+                self._promote(keys)
+            wanted = extent.without(self._where)
         if wanted is None:
             self.counts.duplicate_extents += 1
             return None
-        if not self._make_room(cost(wanted), parent=wanted.parent):
+        num_bytes = cost(wanted)
+        if not self._make_room(num_bytes, parent=wanted.parent):
             self.counts.refused_extents += 1
             return None
         self._coming[wanted.extent_id] = wanted
-        self.used_bytes += cost(wanted)
+        self.used_bytes += num_bytes
         return wanted
 
     def put_end(self, extent_id: str, ticket: T) -> None:
@@ -142,11 +152,11 @@ class KVStore(Generic[T]):
             self.used_bytes -= cost(extent)
             self.counts.duplicate_extents += 1
             return
-        self._held[extent_id] = _Held(extent, ticket, set(found))
+        self.counts.stored_extents += 1
+        self._held[extent_id] = _Held(extent, ticket, set(found), used=0)
         self._where.update(dict.fromkeys(found, extent_id))
         self._builds_upon.setdefault(extent.parent, set()).add(extent_id)
-        self._queue(extent)[extent_id] = None
-        self._use([extent_id])
+        self._use(extent_id)
         self.changes.note(found, stored=True)
 
     def put_abort(self, extent_id: str) -> None:
@@ -163,22 +173,31 @@ class KVStore(Generic[T]):
         for key in keys:
             if (extent_id := self._where.get(key)) is not None:
                 entries.setdefault(extent_id, []).append(key)
-        self._use(entries)
+        for extent_id in reversed(entries):  # tails first
+            self._use(extent_id)
+        self.counts.reads += bool(entries)
         return Reading(
             lease_id=self._lease(tuple(entries)),
             extents=tuple(self._read_extent(self._held[i], set(wanted)) for i, wanted in entries.items()),
         )
 
     def hottest(self, max_bytes: int) -> list[tuple[Extent, T]]:
-        """What is found here, with its tickets: what was used last first, and whatever builds upon something
-        behind that; so many bytes of the budget at most."""
+        """What is found here, with its tickets: what was used last comes first, but behind what it builds
+        upon; so many bytes of the budget at most."""
         chosen: list[tuple[Extent, T]] = []
-        for extent_id in chain(reversed(self._kept), reversed(self._interior)):
-            held = self._held[extent_id]
-            max_bytes -= cost(held.extent)
-            if max_bytes < 0:
-                break
-            chosen.append((held.extent, held.ticket))
+        seen: set[str] = set()
+        for last in sorted(self._held.values(), key=lambda held: (held.extent.kept, held.used), reverse=True):
+            path: list[_Held[T]] = []
+            held: _Held[T] | None = last
+            while held is not None and held.extent.extent_id not in seen:
+                seen.add(held.extent.extent_id)
+                path.append(held)
+                held = self._held.get(self._where.get(held.extent.parent, ""))
+            for step in reversed(path):
+                max_bytes -= cost(step.extent)
+                if max_bytes < 0:
+                    return chosen
+                chosen.append((step.extent, step.ticket))
         return chosen
 
     def release(self, lease_id: int) -> None:
@@ -197,7 +216,9 @@ class KVStore(Generic[T]):
             self.changes.note([key], stored=False)
             held = self._held[extent_id]
             held.found.remove(key)
-            if not held.found:
+            if held.found:
+                self._line_up(held)  # nothing may be left that builds upon it
+            else:
                 self._drop(extent_id)
 
     def reset(self) -> None:
@@ -228,13 +249,10 @@ class KVStore(Generic[T]):
         assert all(self._builds_upon.values())
         leased = [i for lease in self._leases.values() for i in lease.extent_ids if i in self._held]
         assert all(held.num_leases == leased.count(i) for i, held in self._held.items())
-        assert self._interior.keys() == {extent.extent_id for extent in extents if not extent.kept}
-        assert self._kept.keys() == {extent.extent_id for extent in extents if extent.kept}
-        age = {extent_id: i for i, extent_id in enumerate(self._in_order())}
-        for extent in extents:
-            parent = self._held.get(self._where.get(extent.parent, ""))
-            if parent is not None and parent.extent.kept == extent.kept:
-                assert age[extent.extent_id] < age[parent.extent.extent_id], "a parent goes before its child"
+        queues = {kept: set(queue) for kept, queue in self._queues.items()}
+        for extent_id, held in self._held.items():
+            in_line = (held.used, extent_id) in queues[held.extent.kept]
+            assert in_line or self._upon(held), "nothing builds upon it, and it will never go"
 
     def _read_extent(self, held: _Held[T], wanted: set[BlockKey]) -> ReadExtent:
         entries = tuple(entry for entry in held.extent.entries if entry.key in wanted)
@@ -252,67 +270,82 @@ class KVStore(Generic[T]):
         while self._leases and (first := next(iter(self._leases.values()))).until <= now:
             self.release(first.lease_id)
 
-    def _path(self, parent: BlockKey) -> list[str]:
-        """Extents that what has this parent builds upon, nearest first."""
-        path: dict[str, None] = {}
-        extent_id = self._where.get(parent)
-        while extent_id is not None and extent_id not in path:
-            path[extent_id] = None
-            extent_id = self._where.get(self._held[extent_id].extent.parent)
-        return list(path)
+    def _use(self, extent_id: str) -> None:
+        """This was used now, and all that it builds upon."""
+        self._num_uses += 1
+        held = self._held[extent_id]
+        held.used = self._num_uses
+        self._line_up(held)
 
-    def _use(self, extent_ids: Iterable[str]) -> None:
-        """These, heads first, were used now, and all that they build upon."""
-        used: set[str] = set()
-        for extent_id in reversed(list(extent_ids)):
-            if extent_id not in used:  # else it has been used by one that builds upon it
-                path = [extent_id, *self._path(self._held[extent_id].extent.parent)]
-                used.update(path)
-                for step in path:
-                    self._queue(self._held[step].extent).move_to_end(step)
+    def _line_up(self, held: _Held[T]) -> None:
+        queue = self._queues[held.extent.kept]
+        heapq.heappush(queue, (held.used, held.extent.extent_id))
+        if len(queue) > 2 * len(self._held) + 64:
+            queue[:] = sorted(place for place in set(queue) if self._is_true(place, held.extent.kept))
+
+    def _is_true(self, place: tuple[int, str], kept: bool) -> bool:
+        used, extent_id = place
+        held = self._held.get(extent_id)
+        return held is not None and held.used == used and held.extent.kept == kept
 
     def _promote(self, keys: Iterable[BlockKey]) -> None:
         """Somebody is likely to come back to these after all."""
         for key in keys:
             held = self._held.get(self._where.get(key, ""))
             if held is not None and not held.extent.kept:
-                del self._interior[held.extent.extent_id]
                 held.extent = replace(held.extent, kept=True)
-                self._kept[held.extent.extent_id] = None
-                self._use([held.extent.extent_id])
+                self._use(held.extent.extent_id)
 
     def _make_room(self, num_bytes: int, *, parent: BlockKey) -> bool:
         """Evict no more than is needed, for what builds upon `parent`; nothing, and False, if that would not
         do."""
         self._end_leases()
         missing = self.used_bytes + num_bytes - self.budget_bytes
-        if missing <= 0:
-            return True
-        below = self._path(parent)
+        if missing <= 0 or num_bytes > self.budget_bytes:
+            return missing <= 0
+        below = self._where.get(parent)  # what that builds upon does not go before it
         victims: dict[str, None] = {}
-        for extent_id in self._in_order():
+        passed_over: list[_Held[T]] = []
+        for extent_id in self._in_order(victims):
+            held = self._held[extent_id]
+            if held.num_leases or extent_id == below:
+                passed_over.append(held)
+                continue
+            victims[extent_id] = None
+            missing -= cost(held.extent)
             if missing <= 0:
                 break
-            held = self._held[extent_id]
-            if not held.num_leases and extent_id not in below and self._upon(held) <= victims.keys():
-                victims[extent_id] = None
-                missing -= cost(held.extent)
-        if missing > 0:
-            return False
+            self._bequeath(held)
+        for held in passed_over:
+            self._line_up(held)
         for extent_id in victims:
-            self._evict(extent_id)
-        return True
+            if missing > 0:
+                self._line_up(self._held[extent_id])
+            else:
+                self._evict(extent_id)
+        return missing <= 0
+
+    def _in_order(self, victims: Container[str]) -> Iterator[str]:
+        """Out of their queues, those that go first come first; victims are as good as gone."""
+        while any(self._queues.values()):
+            kept = not self._queues[False]
+            place = heapq.heappop(self._queues[kept])
+            _, extent_id = place
+            if extent_id in victims or not self._is_true(place, kept):
+                continue
+            if all(other in victims for other in self._upon(self._held[extent_id])):
+                yield extent_id
+
+    def _bequeath(self, held: _Held[T]) -> None:
+        """What it builds upon was used when it was, and may be the next to go."""
+        below = self._held.get(self._where.get(held.extent.parent, ""))
+        if below is not None:
+            below.used = max(below.used, held.used)
+            self._line_up(below)
 
     def _upon(self, held: _Held[T]) -> set[str]:
         """Extents that build upon one."""
-        return {extent_id for key in held.found for extent_id in self._builds_upon.get(key, ())}
-
-    def _queue(self, extent: Extent) -> OrderedDict[str, None]:
-        return self._kept if extent.kept else self._interior
-
-    def _in_order(self) -> Iterator[str]:
-        """Those that go first come first."""
-        return chain(self._interior, self._kept)
+        return {i for key in held.found if key in self._builds_upon for i in self._builds_upon[key]}
 
     def _evict(self, extent_id: str) -> None:
         held = self._held[extent_id]
@@ -321,10 +354,11 @@ class KVStore(Generic[T]):
         self.discard(list(held.found))
 
     def _drop(self, extent_id: str) -> None:
-        extent = self._held.pop(extent_id).extent
-        del self._queue(extent)[extent_id]
+        held = self._held.pop(extent_id)
+        extent = held.extent
         upon = self._builds_upon[extent.parent]
         upon.remove(extent_id)
         if not upon:
             del self._builds_upon[extent.parent]
+        self._bequeath(held)
         self.used_bytes -= cost(extent)

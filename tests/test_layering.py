@@ -13,6 +13,7 @@ MAY_IMPORT = {
     "shoal.actors": {"shoal.actors", "shoal.kvstore"},
     "shoal.kvstore": {"shoal.kvstore"},
     "shoal.kernels": {"shoal.kernels"},
+    "shoal.configs": {"shoal.configs"},
 }
 """By prefix; the longest one that fits decides."""
 
@@ -47,6 +48,7 @@ MAY_USE_RAY = (
     "shoal.kvstore.metrics",
     "shoal.kvstore.object_store",
     "shoal.kvstore.reporter",
+    "shoal.cluster.connection",
     "shoal.cluster.driver",
     "shoal.cluster.launcher",
     "shoal.cluster.lifecycle",

@@ -19,15 +19,16 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import digest_weights
 from shoal.actors.engine.loop import EngineLoop
+from shoal.actors.engine.metrics import engine_metrics
 from shoal.actors.engine.offers import Offers
 from shoal.actors.engine.scheduler import Reply
 from shoal.actors.engine.stopwatch import Stopwatch
 from shoal.actors.engine.store_link import StoreLink
-from shoal.actors.engine.store_metrics import publish
 from shoal.actors.messages import (
     EngineHealth,
     EngineId,
     EngineInfo,
+    EngineLoad,
     EngineRequest,
     IngressId,
     PrefixSnapshot,
@@ -37,7 +38,7 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import Extent, StoreId
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 from shoal.kvstore.object_store import ObjectStore, RemoteStore
 from shoal.kvstore.outstanding import Outstanding
 from shoal.kvstore.reporter import Reporter
@@ -59,9 +60,16 @@ class _Outbox(asyncio.Queue[TokenBatch | None]):
 class EngineActor:
     """Requests come in one call each; tokens go out on one stream an ingress, one item a step."""
 
-    def __init__(self, engine_id: EngineId, config: EngineConfig, fetch: Fetch = as_it_is) -> None:
-        """fetch: from config.checkpoint to a folder of this node."""
+    def __init__(
+        self,
+        engine_id: EngineId,
+        config: EngineConfig,
+        labels: Labels = NO_LABELS,
+        fetch: Fetch = as_it_is,
+    ) -> None:
+        """labels: of its metrics. fetch: from config.checkpoint to a folder of this node."""
         self._engine_id = engine_id
+        self._labels = labels
         self._config = config
         self._fetch = fetch
         self._doing = ""
@@ -78,7 +86,7 @@ class EngineActor:
         self._own_store: StoreId | None = None
 
     def __repr__(self) -> str:
-        return f"Engine({self._engine_id})"
+        return name_for_people(self._engine_id, self._labels)
 
     async def start(self) -> EngineInfo:
         """Load the model; returns when the engine can serve. Raises ValueError for what no retry can mend.
@@ -208,6 +216,15 @@ class EngineActor:
             tokens_per_s=self._built.runner.tokens_per_s,
         )
 
+    async def load(self, ingress_id: IngressId) -> EngineLoad:
+        """Of this ingress's requests; at once, whatever the step takes."""
+        load, usage = self._built.scheduler.load(ingress_id), self._built.scheduler.pools.usage()
+        return EngineLoad(
+            num_running=load.num_running,
+            num_waiting=load.num_waiting + load.num_fetching,
+            kv_usage=usage.share_of_blocks,
+        )
+
     async def snapshot(self) -> PrefixSnapshot:
         """All cached prefixes. Reports after its sequence are true on top of it, even if older than it."""
         sequence = self._account.sequence
@@ -285,7 +302,16 @@ class EngineActor:
         return TokenBatch(chunks=tuple(chunks), store_id=self._own_store)
 
     async def _publish_metrics(self) -> None:
-        metrics = Metrics(self._engine_id)
+        metrics, built = Metrics(self._engine_id, self._labels), self._built
         while True:
-            publish(metrics, self._link, self._built.scheduler.transfers)
+            metrics.tell(
+                engine_metrics(
+                    backend=built.backend.name,
+                    engine=built.engine,
+                    scheduler=built.scheduler,
+                    runner=built.runner,
+                    saver=self._link.saver,
+                    fetcher=self._link.fetcher,
+                )
+            )
             await asyncio.sleep(METRICS_INTERVAL_S)

@@ -62,7 +62,8 @@ class Engine:
         self._runner = runner
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="engine-step")
         self._in_flight: deque[_InFlight] = deque()
-        self._failed_steps = 0
+        self._failed_steps = 0  # in a row
+        self.num_failed_steps = 0
         self._stores: Stores | None = None
 
     def connect(self, stores: Stores) -> None:
@@ -152,6 +153,7 @@ class Engine:
         except Exception:
             logger.exception("step %d failed (%d tokens)", plan.step_id, plan.num_tokens)
             self._failed_steps += 1
+            self.num_failed_steps += 1
             if self._failed_steps == MAX_FAILED_STEPS:
                 raise
             return self._scheduler.fail(plan, "the engine failed while computing this request")

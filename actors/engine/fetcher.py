@@ -93,6 +93,8 @@ class Fetcher:
         self._queue: deque[tuple[Fetch, float]] = deque()  # with the time at which it must be here
         self._in_flight: dict[FetchId, Fetch] = {}
         self._paused_until: dict[StoreId, float] = {}
+        self.num_landed = 0
+        """Fetches that brought something."""
         self.fetched_bytes: Counter[Place] = Counter()
         self.seconds: dict[Place, float] = {"own_store": 0.0, "other_store": 0.0}
         """Of reading, verifying and copying; fetches that run together count each."""
@@ -173,6 +175,7 @@ class Fetcher:
                 self._rates.measure(place, outcome.num_bytes, seconds)
             self.fetched_bytes[place] += outcome.num_bytes
             self.seconds[place] += seconds
+        self.num_landed += 1
         self._end(fetch, outcomes, None)
 
     def _end(self, fetch: Fetch, outcomes: Sequence[Outcome], reason: Fallback | None) -> None:

@@ -37,6 +37,19 @@ class Holding:
         self._frozen = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Pieces by state: `used` by sequences, `cached` and nobody's, `free`."""
+
+    blocks: dict[str, int]
+    segments: dict[str, int]
+
+    @property
+    def share_of_blocks(self) -> float:
+        """That sequences use, from 0 to 1."""
+        return self.blocks["used"] / max(1, sum(self.blocks.values()))
+
+
 class Pools:
     """The pools of one engine, asked and paid together: a sequence needs blocks, a row and a slot to run.
 
@@ -66,6 +79,7 @@ class Pools:
         self.slots = BlockPool(num_slots) if num_slots else None
         self.segments = BlockPool(1 if cache == "naive" else max(1, num_segments))
         self.prefix_cache = prefix_cache(cache, self.blocks, self.segments)
+        self.num_evicted_blocks = 0
 
     @property
     def num_available(self) -> int:
@@ -120,7 +134,9 @@ class Pools:
 
     def claim_blocks(self, num_blocks: int) -> list[BlockId]:
         """At most num_available."""
-        self.prefix_cache.evict(max(0, num_blocks - self.blocks.num_free))
+        num_evicted = max(0, num_blocks - self.blocks.num_free)
+        self.prefix_cache.evict(num_evicted)
+        self.num_evicted_blocks += num_evicted
         return self.blocks.allocate(num_blocks)
 
     def resize(self, holding: Holding, num_blocks: int) -> bool:
@@ -154,6 +170,12 @@ class Pools:
             self.prefix_cache.segments.unlock(list(holding.segments.values()))
             holding.segments.clear()
 
+    def usage(self) -> Usage:
+        return Usage(
+            blocks=_usage(self.blocks, self.prefix_cache.num_evictable),
+            segments=_usage(self.segments, self.prefix_cache.segments.num_evictable),
+        )
+
     def outstanding(self) -> dict[str, int]:
         """What somebody owns beside the prefix cache."""
         return {
@@ -174,3 +196,9 @@ class Pools:
             self.slots.check([holding.slot for holding in held if holding.slot != NO_BLOCK])
         segments = [segment for holding in held for segment in holding.segments.values()]
         self.segments.check([*segments, *self.prefix_cache.segments.owned()])
+
+
+def _usage(pool: BlockPool, num_cached: int) -> dict[str, int]:
+    """Another thread's look may see a piece move, and then counts it as used."""
+    num_free = pool.num_free
+    return {"used": max(0, pool.num_usable - num_free - num_cached), "cached": num_cached, "free": num_free}

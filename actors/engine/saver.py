@@ -29,6 +29,9 @@ EXTENT_PIECES = 256
 BATCH_BYTES = 2 * EXTENT_BYTES
 """Copied, and not to be given to anybody else, at a time; or one piece, if that is larger."""
 
+LOSSES = STORE_LOST, COPY_FAILED = "store_lost", "copy_failed"
+"""Why something was copied in vain."""
+
 PAUSE_S = 1.0
 """A store that does not answer is left alone for so long. What would be saved stays cached meanwhile."""
 
@@ -121,7 +124,7 @@ class Saver:
         if taken:
             self.saved_bytes += num_bytes
         else:
-            self._lose("store_lost", num_bytes, [key for extent in extents for key in extent.keys])
+            self._lose(STORE_LOST, num_bytes, [key for extent in extents for key in extent.keys])
         self.advance()
 
     def forget(self) -> None:
@@ -135,7 +138,7 @@ class Saver:
         self._scheduler.saved(pieces)
         if (error := copying.exception()) is not None:
             logger.error("a copy off the device failed", exc_info=error)
-            self._lose("copy_failed", sum(map(self._size, pieces)), [piece.key for piece in pieces])
+            self._lose(COPY_FAILED, sum(map(self._size, pieces)), [piece.key for piece in pieces])
             return
         if not is_void:
             for extent, data in copying.result():

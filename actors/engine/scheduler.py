@@ -3,14 +3,16 @@
 Plain Python over integers. It never sees a tensor, so every decision can be replayed in a test.
 """
 
+import time
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from shoal.actors.engine.block_pool import Admission
 from shoal.actors.engine.deferred_release import DeferredRelease
 from shoal.actors.engine.fetches import Fetches
+from shoal.actors.engine.load import Load
 from shoal.actors.engine.pools import Holding, Pools, blocks_needed
 from shoal.actors.engine.prefix_cache import PrefixCache
 from shoal.actors.engine.refusals import Refusals
@@ -31,6 +33,9 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey, root_key
 from shoal.kvstore.boundary import BoundaryRule
+from shoal.kvstore.histogram import Histogram
+
+QUEUE_S = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 180.0, 600.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +105,14 @@ class Scheduler:
         fingerprint: bytes = b"",
         rule: BoundaryRule | None = None,
         stores: StoreView | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """fingerprint: what K/V depend on beside the tokens. rule: what a boundary needs beside blocks."""
+        """fingerprint: what K/V depend on beside the tokens. rule: what a boundary needs beside blocks.
+
+        The clock decides nothing: it only says how long requests wait.
+        """
         self._config = config
+        self._clock = clock
         self._pools = pools
         self._fingerprint = fingerprint
         rule = rule or BoundaryRule()
@@ -123,10 +133,20 @@ class Scheduler:
         self._next_sequence = 1
         self._next_step = 1
         self.num_preemptions = 0
+        self.queue_seconds = Histogram(QUEUE_S)
+        """From arrival to the first admission."""
+
+    def load(self, asked_by: IngressId | None = None) -> Load:
+        """What the requests do, all or one ingress's. Any thread may ask: lists are copied in one piece."""
+        return Load.of(list(self._running), list(self._waiting), asked_by)
 
     @property
     def num_sequences(self) -> int:
         return len(self._sequences)
+
+    @property
+    def pools(self) -> Pools:
+        return self._pools
 
     @property
     def prefix_cache(self) -> PrefixCache:
@@ -169,6 +189,7 @@ class Scheduler:
             request=request,
             reply_to=reply_to,
             keys=[root_key(self._fingerprint, request.cache_salt)],
+            arrived=self._clock(),
         )
         self._next_sequence += 1
         self._sequences[sequence.sequence_id] = sequence
@@ -367,6 +388,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, hit: Hit) -> Sequence:
         self._waiting.remove(sequence)
+        if not sequence.was_admitted:
+            self.queue_seconds.observe(self._clock() - sequence.arrived)
         promised = sequence.num_promised
         self._sharing.admit(sequence, hit, first_step=self._next_step)
         self._fetches.admitted(sequence, num_promised=promised)

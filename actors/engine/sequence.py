@@ -39,6 +39,8 @@ class Sequence:
     keys: list[BlockKey]
     """[root, key of block 0, key of block 1, ...], as far as they were asked for: keys[i] is the parent of
     block i."""
+    arrived: float = 0.0
+    """By the scheduler's clock."""
     tokens: list[int] = field(init=False)
     """Prompt and output, as far as committed."""
     draw: Draw = field(init=False)
@@ -90,6 +92,11 @@ class Sequence:
             stop_token_ids=request.stop_token_ids,
             logprobs=request.logprobs,
         )
+
+    @property
+    def was_admitted(self) -> bool:
+        """At least once."""
+        return self.cached_tokens is not None
 
     @property
     def num_prompt(self) -> int:
@@ -146,7 +153,7 @@ class Sequence:
         self.may_share, self.is_new_to_runner = may_share, True
         self.num_planned = self.num_computed = resume.start * block_size
         self.num_promised = 0
-        if self.cached_tokens is None:
+        if not self.was_admitted:
             places = [self.fetched.get(key) for key in self.keys[1 : resume.start + 1]]
             self.cached_tokens = tokens_by_place(places, block_size)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NewType
+from typing import Literal, NewType, get_args
 
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.messages import CachedTokens, StoreId
@@ -16,6 +16,8 @@ WritePolicy = Literal["write_through", "write_through_selective", "write_back"]
 
 Place = Literal["own_store", "other_store"]
 """Of what was fetched: the engine's own node's store, or another node's."""
+
+PLACES: tuple[Place, ...] = get_args(Place)
 
 
 def tokens_by_place(places: Sequence[Place | None], block_size: int) -> CachedTokens:

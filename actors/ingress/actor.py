@@ -5,16 +5,18 @@ import errno
 import logging
 import math
 import socket
+import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
-import uvicorn
 
 from shoal.actors.checkpoint_files import Fetch, as_it_is
 from shoal.actors.ingress.interpreter import settle
+from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
     DeploymentCard,
@@ -25,6 +27,7 @@ from shoal.actors.messages import (
     IngressInfo,
 )
 from shoal.kvstore.messages import StoreId
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +40,19 @@ RELOAD_S = 10.0
 class IngressActor:
     """A new id each time the process starts: the engines drop what an earlier one had asked for."""
 
-    def __init__(self, http: HttpConfig, models: Sequence[DeploymentCard], fetch: Fetch = as_it_is) -> None:
-        """models: whose tokenizers are loaded before it listens; it may be told of others later. fetch: from
-        a card's checkpoint to a folder of this node, which need not have weights."""
+    def __init__(
+        self,
+        http: HttpConfig,
+        models: Sequence[DeploymentCard],
+        labels: Labels = NO_LABELS,
+        fetch: Fetch = as_it_is,
+    ) -> None:
+        """models: whose tokenizers are loaded before it listens; it may be told of others later.
+
+        labels: of its metrics. fetch: from a card's checkpoint to a folder of this node, which need not have
+        weights.
+        """
+        self._labels = labels
         self._http = http
         self._fetch = fetch
         self._cards = models
@@ -48,9 +61,11 @@ class IngressActor:
         self._loading: dict[DeploymentId, asyncio.Task[None]] = {}
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"Ingress({self._http.host}:{self._http.port})"
+        return name_for_people(f"ingress {self._http.host}:{self._http.port}", self._labels)
 
     async def start(self) -> IngressInfo:
         """Listen; raises ValueError when the address cannot be had. Asked again, it is the same start."""
@@ -61,19 +76,25 @@ class IngressActor:
     async def _start(self) -> IngressInfo:
         # transformers takes seconds to import: not while Ray waits for the class
         from shoal.actors.ingress.app import create_app  # noqa: PLC0415
+        from shoal.actors.ingress.connections import server_of  # noqa: PLC0415
+        from shoal.actors.ingress.door_files import DoorFiles  # noqa: PLC0415
         from shoal.actors.ingress.models import Models  # noqa: PLC0415
         from shoal.actors.ingress.remote_cluster import RemoteCluster  # noqa: PLC0415
 
+        files = DoorFiles(self._http, time.monotonic)
         listener = listen(self._http)
         self._models, self._cluster = Models(), RemoteCluster()
         for card in self._cards:
             await self._load(card)
-        app = create_app(models=self._models, cluster=self._cluster, api_key=self._http.api_key)
-        self._gate = app.state.gate
-        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+        app = create_app(models=self._models, cluster=self._cluster, guard=files.guard)
+        self._gate, self._metrics = app.state.gate, app.state.metrics
+        self._server = server_of(app, None if files.tls is None else files.tls.context)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        self._following = asyncio.create_task(files.follow(app.state.metrics))
+        self._telling = asyncio.create_task(self._publish_metrics(app.state.metrics))
         host, port = self._http.host, listener.getsockname()[1]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if files.tls is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         settle()
         node = ray.get_runtime_context().get_node_id()
         return IngressInfo(ingress_id=self._ingress_id, url=url, node=node)
@@ -107,18 +128,23 @@ class IngressActor:
         self._cluster.introduce(supervisor)
         for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
             self._models.remove(deployment_id)
-            await self._streams.pop(deployment_id).introduce(None, {}, {})
+            if streams := self._streams.pop(deployment_id, None):  # else we were told at the same time
+                await streams.introduce(None, {}, {})
+        slots: Counter[str] = Counter()
         for card, router, engines in deployments:
             model = self._models.get(card.deployment_id)
             if model is None:
                 self._begin_to_load(card)
                 continue
             model.weight = card.weight
+            slots[card.model.name] += card.weight * card.model.max_num_seqs
             if card.model.fingerprint:
                 model.intake.learn_fingerprint(card.model.fingerprint)
             await self._streams[card.deployment_id].introduce(
                 router, engines, stores, card.model.fingerprint, card.draining
             )
+        for name, num in slots.items():
+            self._metrics.of(name).sequence_slots.set(num)
 
     def _begin_to_load(self, card: DeploymentCard) -> None:
         """We are told again of it soon: then its engines are linked, or a load that failed begins anew."""
@@ -140,6 +166,14 @@ class IngressActor:
         """Answers while the event loop turns; raises when the server has ended."""
         if self._serving is not None and self._serving.done():
             raise RuntimeError("the HTTP server has ended")
+        if self._following is not None and self._following.done():
+            raise RuntimeError("nobody follows the files of keys and certificates any more")
+
+    async def _publish_metrics(self, counted: IngressMetrics) -> None:
+        metrics = Metrics(self._ingress_id, self._labels)
+        while True:
+            metrics.tell(counted.families())
+            await asyncio.sleep(METRICS_INTERVAL_S)
 
     async def stop(self, grace_s: float) -> None:
         """Accept nothing new; open requests may go on for grace_s, and are then answered that they cannot."""

@@ -8,6 +8,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shoal.actors.ingress.body import read_json
+from shoal.actors.ingress.guard import Guard
+from shoal.actors.ingress.keys import Client
 
 MAX_BODY_BYTES = 64 << 10
 
@@ -49,8 +51,22 @@ class DrainRequest(_Body):
         return self
 
 
-def admin_routes(cluster: Cluster) -> APIRouter:
+def admin_routes(cluster: Cluster | None, guard: Guard) -> APIRouter:
+    """What is asked of this ingress, and of the cluster if there is one behind it."""
     router = APIRouter(prefix="/admin")
+
+    @router.get("/keys")
+    async def keys() -> Response:
+        """Those that are let in here and now; empty too where everybody is."""
+        clients = [] if guard.keys is None else guard.keys.clients()
+        return JSONResponse({"keys": [_entry(client) for client in clients]})
+
+    if cluster is not None:
+        _add_cluster(router, cluster)
+    return router
+
+
+def _add_cluster(router: APIRouter, cluster: Cluster) -> None:
 
     @router.get("/status")
     async def status() -> Response:
@@ -77,4 +93,14 @@ def admin_routes(cluster: Cluster) -> APIRouter:
         await cluster.change("stop")
         return JSONResponse({}, 202)
 
-    return router
+
+def _entry(client: Client) -> dict[str, Any]:
+    limits = client.allowance.limits
+    return {
+        "name": client.name,
+        "tenant": client.tenant,
+        "requests_per_minute": limits.requests_per_minute,
+        "tokens_per_minute": limits.tokens_per_minute,
+        "max_concurrent": limits.max_concurrent,
+        "open_requests": client.allowance.num_open,
+    }

@@ -1,21 +1,20 @@
 """The HTTP application: which path leads where, who may ask, and how failures are answered."""
 
-import hmac
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.params import Depends as Dependency
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from shoal.actors.ingress.admin import Cluster, admin_routes
 from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST, Edge, report_failure
 from shoal.actors.ingress.endpoints import Endpoints
-from shoal.actors.ingress.errors import ApiError, bad_request, invalid_api_key
+from shoal.actors.ingress.errors import ApiError, bad_request
 from shoal.actors.ingress.gate import Gate, GateConfig
+from shoal.actors.ingress.guard import Guard
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.models import Models
 from shoal.actors.ingress.openapi import body_of, describe
@@ -42,13 +41,15 @@ def create_app(
     *,
     models: Models,
     cluster: Cluster | None = None,
-    api_key: str | None = None,
+    guard: Guard | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
     limits: GateConfig = LIMITS,
     timeout_s: float = TIMEOUT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> FastAPI:
-    """The front door of these models, also of those that come and go later."""
+    """The front door of these models, also of those that come and go later; without a guard it stands open to
+    all clients."""
+    guard = guard or Guard(clock)
     metrics = Metrics()
     gate = Gate(limits, Pace(clock))
     endpoints = Endpoints(
@@ -60,12 +61,12 @@ def create_app(
     )
     app = FastAPI(title="Shoal", redirect_slashes=False)
     app.state.gate = gate  # to be closed
+    app.state.metrics = metrics  # for what happens beside requests, and to be told to Ray
     _add_get(app.router, "/health", endpoints.health)
     _add_get(app.router, "/ready", endpoints.ready)
     _add_get(app.router, "/metrics", endpoints.metrics)
-    app.include_router(_guarded_routes(endpoints, api_key))
-    if cluster is not None:
-        app.include_router(admin_routes(cluster), dependencies=_guards(api_key))
+    app.include_router(_client_routes(endpoints, guard))
+    app.include_router(_operator_routes(endpoints, cluster, guard))
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(PromptError, _prompt_error)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -76,8 +77,8 @@ def create_app(
     return app
 
 
-def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
-    router = APIRouter(dependencies=_guards(api_key))
+def _client_routes(endpoints: Endpoints, guard: Guard) -> APIRouter:
+    router = APIRouter(dependencies=[Depends(guard.admit)])
     for path, endpoint, asked, answered in (
         ("/v1/chat/completions", endpoints.chat_completions, ChatCompletionRequest, ChatCompletion),
         ("/v1/completions", endpoints.completions, CompletionRequest, Completion),
@@ -91,33 +92,24 @@ def _guarded_routes(endpoints: Endpoints, api_key: str | None) -> APIRouter:
             openapi_extra=body_of(asked),
             responses={200: {"model": answered}},
         )
-    router.add_api_route("/reset_prefix_cache", endpoints.reset_prefix_cache, methods=["POST"])
-    _add_get(router, "/debug/invariants", endpoints.invariants)
     _add_get(router, "/v1/models", endpoints.models)
     _add_get(router, "/v1/models/{model_id:path}", endpoints.model)  # names may contain slashes
     return router
 
 
-def _guards(api_key: str | None) -> list[Dependency]:
-    return [] if api_key is None else [Depends(_key_check(api_key))]
+def _operator_routes(endpoints: Endpoints, cluster: Cluster | None, guard: Guard) -> APIRouter:
+    """What is not for clients: all of `/admin/`, and two whose names are older or another server's."""
+    router = APIRouter(dependencies=[Depends(guard.admit_operator)])
+    router.add_api_route("/reset_prefix_cache", endpoints.reset_prefix_cache, methods=["POST"])
+    _add_get(router, "/debug/invariants", endpoints.invariants)
+    router.include_router(admin_routes(cluster, guard))
+    return router
 
 
 def _add_get(router: APIRouter, path: str, endpoint: Callable[..., Any]) -> None:
     """And HEAD, by which load balancers probe. On its own: one route's methods share an operation's name."""
     router.add_api_route(path, endpoint)
     router.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
-
-
-def _key_check(api_key: str) -> Callable[[Request], Awaitable[None]]:
-    expected = f"Bearer {api_key}".encode()
-
-    async def check(request: Request) -> None:
-        # Headers are bytes on the wire, which Starlette reads as latin-1.
-        given = request.headers.get("authorization", "").encode("latin-1")
-        if not hmac.compare_digest(given, expected):
-            raise invalid_api_key()
-
-    return check
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -8,10 +8,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from shoal.actors.ingress.errors import TIMED_OUT, ApiError, bad_request, invalid_body
-from shoal.actors.ingress.protocol import ModelRequest
+from shoal.actors.ingress.protocol import MAX_SALT_CHARS, ModelRequest
 from shoal.actors.ingress.unsupported import refuse_unsupported, unknown_fields
 
 BODY_DEADLINE_S = 60.0
+SALT_HEADER = "x-cache-salt"
 
 RequestT = TypeVar("RequestT", bound=ModelRequest)
 _Strict = TypeVar("_Strict", bound=BaseModel)
@@ -47,6 +48,24 @@ async def read_json(request: Request, model: type[_Strict], *, max_bytes: int) -
         return model.model_validate(_json_object(data))
     except ValidationError as error:
         raise invalid_body(error) from None
+
+
+def cache_salt_of(request: Request) -> str | None:
+    """The salt that a header says: that of a gateway, which need not rewrite bodies. It overrules the body's.
+
+    What is no salt is refused: without it the request would share what it is not to share.
+    """
+    given = request.headers.getlist(SALT_HEADER)
+    if not given:
+        return None
+    try:
+        salt = given[0].encode("latin-1").decode()
+    except UnicodeDecodeError:
+        salt = ""
+    if len(given) > 1 or not 1 <= len(salt) <= MAX_SALT_CHARS:
+        message = f"{SALT_HEADER}: it must be there once, with 1 to {MAX_SALT_CHARS} characters of UTF-8."
+        raise bad_request(message, param=SALT_HEADER)
+    return salt
 
 
 def parse_body(data: bytes, model: type[RequestT]) -> tuple[RequestT, tuple[str, ...]]:

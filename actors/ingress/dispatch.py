@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import Protocol
 
-from shoal.actors.messages import EngineRequest, TokenChunk
+from shoal.actors.messages import EngineId, EngineLoad, EngineRequest, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
 
@@ -60,6 +60,10 @@ class Dispatcher(Protocol):
 
         False if one of them did not answer.
         """
+        ...
+
+    async def loads(self) -> Mapping[EngineId, EngineLoad]:
+        """What this ingress's requests do on each engine that says so within a second."""
         ...
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:

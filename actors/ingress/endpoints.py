@@ -16,15 +16,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from shoal.actors.ingress.answers import Answer, ChatAnswer, CompletionAnswer
-from shoal.actors.ingress.body import RequestT, parse_body, read_body
+from shoal.actors.ingress.body import RequestT, cache_salt_of, parse_body, read_body
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST
 from shoal.actors.ingress.errors import not_ready, timed_out
 from shoal.actors.ingress.events import DONE, KEEP_ALIVE
 from shoal.actors.ingress.gate import Gate
 from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
 from shoal.actors.ingress.intake import Intake, Intent
 from shoal.actors.ingress.invariants import invariants
-from shoal.actors.ingress.metrics import Metrics
+from shoal.actors.ingress.keys import Client, tenant_salt
+from shoal.actors.ingress.metrics import Metrics, ModelMetrics
 from shoal.actors.ingress.models import Models
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
@@ -37,7 +39,7 @@ from shoal.actors.ingress.protocol import (
 )
 from shoal.actors.ingress.responses import EventStream, while_connected
 from shoal.actors.ingress.transcript import TextDelta, Transcript
-from shoal.actors.messages import ModelCard
+from shoal.actors.messages import EngineId, EngineLoad, ModelCard
 from shoal.kvstore.outstanding import Outstanding
 
 INTAKE_THREADS = 4
@@ -124,15 +126,23 @@ class Endpoints:
         return JSONResponse({"status": "ready"})
 
     async def metrics(self) -> Response:
-        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
+        models = list(self._models)
+        said = await asyncio.gather(*(model.dispatcher.loads() for model in models))
+        loads: dict[str, dict[EngineId, EngineLoad]] = {}
+        for model, engines in zip(models, said, strict=True):
+            loads.setdefault(model.card.name, {}).update(engines)
+            self._metrics.of(model.card.name)  # shown before it is first asked
+        exposition = self._metrics.exposition(loads)
+        return Response(exposition, headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def _generate(
         self,
         request: Request,
         body_type: type[GenerationT],
-        take: Callable[[Intake, GenerationT], Intent],
+        take: Callable[[Intake, GenerationT, str], Intent],
         shape: type[Answer],
     ) -> Response:
+        gateways_salt = cache_salt_of(request)
         data = await read_body(request, max_bytes=self._max_body_bytes)
         parsed = partial(parse_body, data, body_type)
         if len(data) <= SHORT_BYTES:
@@ -142,12 +152,16 @@ class Endpoints:
         self._warn(request, ignored)
         deadline = self._deadline(request, body.timeout)
         model = self._models.named(body.model)
+        client: Client = request.state.client
+        salt = tenant_salt(client.tenant, gateways_salt or body.cache_salt or "")
 
         def taken() -> tuple[Intent, list[Transcript]]:
-            intent = take(model.intake, body)
+            intent = take(model.intake, body, salt)
             return intent, [Transcript(asked, model.codec.token_bytes) for asked in intent.choices]
 
         intent, choices = await self._off_loop(request, deadline, self._threads, taken)
+        hold = client.allowance.hold(_tokens_asked_for(body, choices))
+        request.state.until_answered.callback(lambda: hold.settle(_tokens_used(request, choices)))
         include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
         answer = shape(
             intent.answer_id,
@@ -156,8 +170,9 @@ class Endpoints:
             include_usage=body.include_usage,
             include_logprobs=include_logprobs,
         )
-        placed = partial(self._placed, request)
-        deltas = text_deltas(model.dispatcher, choices, deadline, self._metrics, placed)
+        metrics = self._metrics.of(model.card.name)
+        placed = partial(_placed, request, metrics)
+        deltas = text_deltas(model.dispatcher, choices, deadline, metrics, placed)
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
@@ -204,21 +219,36 @@ class Endpoints:
                 raise timed_out(deadline.timeout_s) from None
             raise
 
-    def _placed(self, request: Request, by: PlacedBy) -> None:
-        """Each way is named once in the answer's headers, in the order in which its choices went."""
-        self._metrics.count_placement(by)
-        request.state.placed_by[by] = None
-
     def _warn(self, request: Request, ignored: Sequence[str]) -> None:
         """In the answer's headers every time, in the log once a name."""
         if not ignored:
             return
-        names = [_UNPRINTABLE.sub("?", name[:64]) for name in ignored[:MAX_NAMES_WARNED_OF]]
+        names = [_UNPRINTABLE.sub("?", name[:64]) or '""' for name in ignored[:MAX_NAMES_WARNED_OF]]
         request.state.warning = "ignored unknown fields: " + ", ".join(names)
         unheard = set(names) - self._names_logged
         if unheard and len(self._names_logged) < MAX_NAMES_LOGGED:
             self._names_logged |= unheard
             logger.warning("request %s: %s", request.state.request_id, request.state.warning)
+
+
+def _placed(request: Request, metrics: ModelMetrics, by: PlacedBy) -> None:
+    """Each way is named once in the answer's headers, in the order in which its choices went."""
+    metrics.count_placement(by)
+    request.state.placed_by[by] = None
+
+
+def _tokens_asked_for(body: GenerationRequest, choices: Sequence[Transcript]) -> int:
+    """An answer whose length nobody has named may have all that fits: it counts when it is there."""
+    asked = [choice.asked.request for choice in choices]
+    answers = sum(request.max_tokens for request in asked) if body.bounds_its_answer else 0
+    return sum(len(request.prompt_token_ids) for request in asked) + answers
+
+
+def _tokens_used(request: Request, choices: Sequence[Transcript]) -> int:
+    """A prompt whose first token nobody waited for was worked on all the same, if it was not refused."""
+    status = request.state.status
+    was_refused = status is not None and status >= 400 and status not in (CLIENT_CLOSED_REQUEST, 504)
+    return total_usage([choice for choice in choices if choice.has_begun or not was_refused]).total_tokens
 
 
 async def _events(

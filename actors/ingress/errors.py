@@ -1,7 +1,9 @@
 """Everything that can go wrong at the door, in the one shape that OpenAI clients understand."""
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
@@ -26,9 +28,11 @@ class ApiError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
+        kind: str | None = None,
         headers: Mapping[str, str] | None = None,
         detail: str = "",
     ) -> None:
+        """`kind` is the error's type, where the status does not say it."""
         super().__init__(message)
         self.status = status
         self.code = code
@@ -38,7 +42,7 @@ class ApiError(Exception):
         self.body = {
             "error": {
                 "message": message,
-                "type": _TYPES.get(status, "invalid_request_error"),
+                "type": kind or _TYPES.get(status, "invalid_request_error"),
                 "param": param,
                 "code": code,
             }
@@ -50,6 +54,25 @@ class ApiError(Exception):
     def event(self) -> bytes:
         """The same inside of a stream that has begun."""
         return event(to_json(self.body))
+
+
+Limit = Literal["requests", "tokens", "concurrent"]
+
+
+class RateLimited(ApiError):
+    """More than its key may ask for; OpenAI's words, so that its clients wait and try again."""
+
+    def __init__(self, limit: Limit, allowed: str, *, wait_s: float, asked: int | None = None) -> None:
+        self.limit = limit
+        retry_after = max(1, math.ceil(wait_s))
+        asks = "" if asked is None else f", and this request asks for {asked}"
+        super().__init__(
+            429,
+            f"Rate limit reached: this key has {allowed}{asks}. Try again in {retry_after} s.",
+            code="rate_limit_exceeded",
+            kind="tokens" if limit == "tokens" else "requests",
+            headers={"retry-after": str(retry_after)},
+        )
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
@@ -83,9 +106,21 @@ def unknown_model(model: str) -> ApiError:
     return ApiError(404, f"The model {model[:128]!r} does not exist.", param="model", code="model_not_found")
 
 
-def invalid_api_key() -> ApiError:
-    message = "Missing or incorrect API key: send it as 'Authorization: Bearer KEY'."
+def invalid_api_key(kind: Literal["API", "admin"] = "API") -> ApiError:
+    message = f"Missing or incorrect {kind} key: send it as 'Authorization: Bearer KEY'."
     return ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+
+def admin_key_needed() -> ApiError:
+    message = (
+        "This endpoint is for operators: start the server with --admin-key, and send that key as"
+        " 'Authorization: Bearer KEY'. Without one it answers this machine alone, where clients need no key."
+    )
+    return ApiError(403, message, code="admin_key_needed")
+
+
+def head_too_large(message: str) -> ApiError:
+    return ApiError(431, message, code="headers_too_large")
 
 
 def not_ready() -> ApiError:

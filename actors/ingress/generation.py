@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import internal_error, timed_out
 from shoal.actors.ingress.logprobs import ScoredToken
-from shoal.actors.ingress.metrics import ChoiceMeter, Metrics
+from shoal.actors.ingress.metrics import ChoiceMeter, ModelMetrics
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import CachedTokens, TokenChunk
@@ -36,7 +36,7 @@ async def text_deltas(
     dispatcher: Dispatcher,
     choices: Sequence[Transcript],
     deadline: Deadline,
-    metrics: Metrics,
+    metrics: ModelMetrics,
     placed: Callable[[PlacedBy], None],
 ) -> AsyncGenerator[tuple[int, TextDelta] | None, None]:
     """Deltas of all the choices as they come, each with its choice's index; None after a while of silence.
@@ -72,10 +72,11 @@ async def text_deltas(
                 raise heard
             if heard is not None:
                 watch.heard()
-                _, delta = heard
+                index, delta = heard
                 if delta.finish_reason is not None:
                     unfinished -= 1
-                    metrics.count_finished(delta.finish_reason)
+                    took_s = asyncio.get_running_loop().time() - deadline.arrived
+                    metrics.count_finished(delta.finish_reason, choices[index].usage, took_s)
             yield heard
     finally:
         watch.cancel()

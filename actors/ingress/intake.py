@@ -55,6 +55,7 @@ class Asked:
 class _Shared:
     """What is the same for all the prompts of a body, and costs time to make."""
 
+    cache_salt: str
     sampling: SamplingParams
     """But for the seed."""
     stop_token_ids: frozenset[int]
@@ -79,14 +80,15 @@ class Intake:
         """Engines know it, and the front door may open before them."""
         self._card = replace(self._card, fingerprint=fingerprint)
 
-    def chat(self, body: ChatCompletionRequest) -> Intent:
+    def chat(self, body: ChatCompletionRequest, salt: str) -> Intent:
+        """`salt` is that of block keys: the tenant's and the client's own in one."""
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs: it needs logprobs to be true.", param="top_logprobs")
         prompt = self._encode_chat(body.messages)
         answer_id = f"chatcmpl-{secrets.token_hex(16)}"
         asked = self._asked(
             body,
-            self._shared(body),
+            self._shared(body, salt),
             answer_id,
             prompt,
             max_tokens=output_budget(
@@ -100,12 +102,13 @@ class Intake:
         )
         return Intent(answer_id=answer_id, choices=(asked,))
 
-    def completion(self, body: CompletionRequest) -> Intent:
+    def completion(self, body: CompletionRequest, salt: str) -> Intent:
+        """`salt` as for a chat."""
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         is_only_one = len(body.prompt) == 1
-        shared = self._shared(body)
+        shared = self._shared(body, salt)
         choices = tuple(
             self._completion(body, shared, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
             for index, prompt in enumerate(body.prompt)
@@ -209,20 +212,21 @@ class Intake:
             sampling=replace(shared.sampling, seed=_or(body.seed, secrets.randbits(63))),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            cache_salt=body.cache_salt or "",
+            cache_salt=shared.cache_salt,
             priority=body.priority or 0,
         )
         # A prompt whose logprobs are wanted is computed in full, wherever it is.
         keys = prefix_keys(self._card, request.cache_salt, prompt) if prompt_logprobs is None else ()
         return Asked(request=request, block_keys=keys, stop=shared.stop, echo=echo, is_silent=is_silent)
 
-    def _shared(self, body: GenerationRequest) -> _Shared:
+    def _shared(self, body: GenerationRequest, cache_salt: str) -> _Shared:
         stop_token_ids = self._stop_token_ids(body)
         if body.min_tokens and len(stop_token_ids) >= self._codec.num_token_ids:
             raise bad_request(
                 "min_tokens: an answer cannot go on where every token ends it.", param="min_tokens"
             )
         return _Shared(
+            cache_salt=cache_salt,
             sampling=self._sampling(body),
             stop_token_ids=stop_token_ids,
             stop=tuple(map(StopString, body.stop or ())),

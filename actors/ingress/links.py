@@ -10,6 +10,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from shoal.actors.messages import (
     EngineId,
+    EngineLoad,
     EngineRequest,
     ErrorKind,
     FinishReason,
@@ -105,6 +106,11 @@ class Link:
         """The engine's. Raises RayError or TimeoutError."""
         outstanding: Outstanding = await within(CALL_DEADLINE_S, self._actor.outstanding.remote())
         return outstanding
+
+    async def load(self, deadline_s: float) -> EngineLoad:
+        """Of this ingress's requests. Raises RayError or TimeoutError."""
+        load: EngineLoad = await within(deadline_s, self._actor.load.remote(self._ingress_id))
+        return load
 
     def remove(self, *, is_gone: bool) -> None:
         """Its requests are told at once: a pump that has not begun yet would end without a word."""

@@ -27,7 +27,9 @@ def describe(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         _, bodies = models_json_schema([(body, "validation") for body in _BODIES], ref_template=_SCHEMAS)
         description = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        schemas = description.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(bodies["$defs"])
+        components = description.setdefault("components", {})
+        components.setdefault("schemas", {}).update(bodies["$defs"])
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        description["security"] = [{}, {"key": []}]  # not everything needs one, and not everywhere
         app.openapi_schema = description
     return app.openapi_schema

@@ -133,6 +133,11 @@ class GenerationRequest(ModelRequest):
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def bounds_its_answer(self) -> bool:
+        """Whether its answer has a length that is less than what there is room for."""
+        return True
+
 
 class ChatMessage(ApiRequest):
     role: Literal["system", "developer", "user", "assistant"]
@@ -149,6 +154,10 @@ class ChatCompletionRequest(GenerationRequest):
     """The newer name of max_tokens, which it overrules."""
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
+
+    @property
+    def bounds_its_answer(self) -> bool:
+        return self.max_tokens is not None or self.max_completion_tokens is not None
 
 
 class CompletionRequest(GenerationRequest):

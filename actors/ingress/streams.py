@@ -13,7 +13,7 @@ from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.links import Links
 from shoal.actors.ingress.placer import Placer
 from shoal.actors.ingress.stores import Stores
-from shoal.actors.messages import EngineId, EngineRequest, IngressId, TokenChunk
+from shoal.actors.messages import EngineId, EngineLoad, EngineRequest, IngressId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import StoreId
 from shoal.kvstore.outstanding import Outstanding
@@ -21,6 +21,9 @@ from shoal.kvstore.outstanding import Outstanding
 logger = logging.getLogger(__name__)
 
 _Reset = Coroutine[Any, Any, None]
+
+LOAD_DEADLINE_S = 1.0
+"""Whoever scrapes metrics has some seconds; an engine that hangs is left out."""
 
 
 class EngineStreams:
@@ -64,6 +67,17 @@ class EngineStreams:
         all_forgot = await _all_succeed(engines)
         stores = self._stores.each(lambda store: store.reset.remote())
         return await _all_succeed(stores) and all_forgot
+
+    async def loads(self) -> dict[EngineId, EngineLoad]:
+        links = list(self._links)
+        answers = await asyncio.gather(
+            *(link.load(LOAD_DEADLINE_S) for link in links), return_exceptions=True
+        )
+        return {
+            link.engine_id: answer
+            for link, answer in zip(links, answers, strict=True)
+            if isinstance(answer, EngineLoad)
+        }
 
     async def outstanding(self) -> dict[str, Outstanding | None]:
         links = list(self._links)

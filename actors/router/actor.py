@@ -11,12 +11,13 @@ from ray.exceptions import RayError
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PlacementReply, PlacementRequest
 from shoal.actors.router.fetch_plan import Holder
 from shoal.actors.router.members import Members
+from shoal.actors.router.metrics import router_metrics
 from shoal.actors.router.placement import Placer
 from shoal.actors.router.policies import RoutingPolicyName, routing_policy
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.calls import within
 from shoal.kvstore.messages import StoreInfo, StoreReport
-from shoal.kvstore.metrics import METRICS_INTERVAL_S, Metrics
+from shoal.kvstore.metrics import METRICS_INTERVAL_S, NO_LABELS, Labels, Metrics, name_for_people
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,11 @@ SNAPSHOT_DEADLINE_S = 10.0
 class RouterActor:
     """Holds nothing that cannot be told again: after a restart, members, loads and prefixes arrive anew."""
 
-    def __init__(self, block_size: int, policy: RoutingPolicyName = "cost") -> None:
+    def __init__(
+        self, block_size: int, policy: RoutingPolicyName = "cost", labels: Labels = NO_LABELS
+    ) -> None:
+        """labels: of its metrics."""
+        self._labels = labels
         self._members = Members(time.monotonic)
         self._placer = Placer(
             self._members, block_size=block_size, clock=time.monotonic, policy=routing_policy(policy)
@@ -38,7 +43,7 @@ class RouterActor:
         self._publishing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return "Router"
+        return name_for_people("router", self._labels)
 
     async def start(self) -> None:
         """Ready as soon as it answers."""
@@ -104,20 +109,7 @@ class RouterActor:
             self._ask_for_snapshots()
 
     async def _publish_metrics(self) -> None:
-        metrics = Metrics("router")
+        metrics = Metrics("router", self._labels)
         while True:
-            members, size = self._members, self._members.directory.size
-            metrics.gauge("shoal_router_members", "Engines and stores.", len(members.present))
-            metrics.gauge(
-                "shoal_router_up_to_date",
-                "1 if every report of theirs was heard and kept, else 0.",
-                members.is_up_to_date,
-            )
-            metrics.gauge(
-                "shoal_router_index_keys", "Blocks and segments that somebody holds.", size.num_keys
-            )
-            metrics.gauge("shoal_router_index_entries", "The same once for each holder.", size.num_entries)
-            metrics.gauge("shoal_router_index_bytes", "Of memory, about.", size.num_bytes)
-            metrics.total("shoal_router_index_dropped", "Entries, for want of room.", size.num_dropped)
-            metrics.total("shoal_router_snapshots", "That had to be asked for.", members.num_snapshots)
+            metrics.tell(router_metrics(self._members))
             await asyncio.sleep(METRICS_INTERVAL_S)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from shoal.actors.messages import EngineId, EngineInfo, EngineReport, PrefixSnapshot
 from shoal.actors.router.engine_view import EngineView
 from shoal.actors.router.fetch_plan import Holder
+from shoal.actors.router.fleet import Fleet
 from shoal.actors.router.prefix_feed import PrefixFeed
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.boundary import BoundaryRule
@@ -33,6 +34,8 @@ class Members:
         self.directory: Directory[Holder] = Directory() if directory is None else directory
         self.engines: dict[EngineId, EngineView] = {}
         """Those that are present."""
+        self.fleet = Fleet.of(())
+        """The same."""
         self.stores: dict[str, StoreId] = {}
         """Likewise, by node: each has one."""
         self._views: dict[EngineId, EngineView] = {}
@@ -49,10 +52,14 @@ class Members:
     def set_engines(self, infos: Iterable[EngineInfo]) -> None:
         """Exactly these may be placed on."""
         wanted = {info.engine_id: info for info in infos}
+        now, before = self._clock(), list(self.engines.values())
+        used = sum(view.recent(now)[0] for view in before) / max(1, len(before))
         for new in sorted(wanted.keys() - self._views.keys()):
             self._views[new] = EngineView(self._with_shared_rule(wanted[new]))
+            self._views[new].pretend(used, now)
         self._change(self.engines.keys(), wanted.keys(), self._views.keys())
         self.engines = {engine_id: view for engine_id, view in self._views.items() if engine_id in wanted}
+        self.fleet = Fleet.of(tuple(self.engines.values()))
 
     def set_stores(self, infos: Iterable[StoreInfo]) -> None:
         """Exactly these, one a node, may be fetched from."""

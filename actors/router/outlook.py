@@ -1,19 +1,19 @@
 """What engines could spare themselves of one prompt: by what they hold, and by what stores have."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from shoal.actors.messages import EngineId, PlacementRequest, PrefixSource
 from shoal.actors.router.engine_view import EngineView
 from shoal.actors.router.fetch_plan import Holder, plan_fetch
+from shoal.actors.router.fleet import Fleet, Numbers
 from shoal.actors.router.whereabouts import Whereabouts
 from shoal.kvstore.boundary import BoundaryRule, Resume
 from shoal.kvstore.directory import Directory
 from shoal.kvstore.messages import StoreId
-
-OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT = 0.25, 1.0
-"""To fetch one, from the engine's own node's store or from another's, while the engine has not said how fast
-it does: it delays its own request alone. Else the time that it takes, by that of computing one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,21 @@ class Prospect:
         """So many tokens could be computed in the time that fetching takes."""
         if not self.own_tokens and not self.other_tokens:
             return 0.0
-        own, other = _fetch_weights(engine)
+        own, other = engine.fetch_weights
         return own * self.own_tokens + other * self.other_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reach:
+    """How far engines may get with a prompt at best, a number for each; all in tokens."""
+
+    prompt_tokens: int
+    device_tokens: Numbers
+    """Of the blocks that the engine holds or expects, be their state there or not."""
+    stored_tokens: int
+    """So far nobody gets beyond with all that stores have; 0 if nobody gets further than its device does."""
+    own_store_tokens: Numbers | float
+    """Beyond what is on the device, the own node's store has no more than this of them."""
 
 
 _Similar = tuple[int, int, StoreId | None, int, int, EngineId | None]
@@ -84,6 +97,52 @@ class Outlook:
             ways = self._ways[similar] = tuple(self._ways_of(engine, num_on_device, reach))
         return ways[0] if len(ways) == 1 else self._best(ways, engine)
 
+    def reach(self, fleet: Fleet) -> Reach:
+        size = self._block_size
+        on_device = np.minimum(self._all_on_device(fleet), self._limit)
+        furthest = self._furthest_of_any(fleet.engines) if self._any_store else 0
+        if furthest <= np.minimum.reduce(on_device):
+            furthest = 0
+        return Reach(
+            prompt_tokens=self._request.num_prompt_tokens,
+            device_tokens=on_device * size,
+            stored_tokens=furthest * size,
+            own_store_tokens=self._in_own_store(fleet, on_device, furthest) * size if furthest else 0.0,
+        )
+
+    def _in_own_store(self, fleet: Fleet, on_device: Numbers, furthest: int) -> Numbers:
+        """So many of the first `furthest` blocks at most, beyond what each has on its device."""
+        held = Counter(self._where.blocks[:furthest]).items()
+        num_held, leading = [0] * len(fleet.nodes), [0] * len(fleet.nodes)
+        for number, node in enumerate(fleet.nodes):
+            if (store_id := self._own.get(node)) is not None:
+                bit = self._bits[store_id]
+                num_held[number] = sum(num_blocks for holders, num_blocks in held if holders & bit)
+                leading[number] = self._leading.get(store_id, 0)
+        on_node = fleet.on_node
+        beyond: Numbers = np.array(num_held)[on_node] - np.minimum(on_device, np.array(leading)[on_node])
+        return beyond
+
+    def _all_on_device(self, fleet: Fleet) -> Numbers:
+        """`_num_on_device` of each."""
+        lengths = [0] * len(fleet.engines)
+        for holder, length in self._leading.items():
+            if (i := fleet.index.get(holder)) is not None:
+                lengths[i] = length
+        next_keys = (*self._request.block_keys, None)
+        for i, engine in enumerate(fleet.engines):
+            if next_keys[lengths[i]] in engine.expected:
+                lengths[i] = self._num_on_device(engine)
+        return np.array(lengths, dtype=np.float64)
+
+    def _furthest_of_any(self, engines: Sequence[EngineView]) -> int:
+        """The first block that nobody holds, unless somebody expects it: then there may be more behind it."""
+        keys, blocks = self._request.block_keys, self._where.blocks
+        end = blocks.index(0) if 0 in blocks else len(blocks)
+        if end < self._limit and any(keys[end] in engine.expected for engine in engines):
+            return self._limit
+        return min(end, self._limit)
+
     def _num_on_device(self, engine: EngineView) -> int:
         """Blocks that it holds without a gap; if it expects the next one, those behind it too."""
         length = self._leading.get(engine.engine_id, 0)
@@ -97,7 +156,7 @@ class Outlook:
         on_device, *fetched = ways
         for way in fetched:
             spared = on_device.computed_tokens - way.computed_tokens
-            if spared and (way.fetch_tokens(engine) < spared or not _is_measured(engine)):
+            if spared and (way.fetch_tokens(engine) < spared or not engine.is_measured):
                 return way
         return on_device
 
@@ -173,14 +232,3 @@ class Outlook:
         if rule not in self._furthest:
             self._furthest[rule] = rule.furthest(self._limit, lambda i: bool(self._where.segment(i))).boundary
         return self._furthest[rule]
-
-
-def _is_measured(engine: EngineView) -> bool:
-    return bool(engine.tokens_per_s and engine.own_fetch_tokens_per_s and engine.other_fetch_tokens_per_s)
-
-
-def _fetch_weights(engine: EngineView) -> tuple[float, float]:
-    if not _is_measured(engine):
-        return OWN_FETCH_WEIGHT, OTHER_FETCH_WEIGHT
-    speed = engine.tokens_per_s
-    return speed / engine.own_fetch_tokens_per_s, speed / engine.other_fetch_tokens_per_s

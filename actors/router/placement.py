@@ -1,9 +1,11 @@
 """Where a request goes. Plain state and arithmetic; the clock is injected."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.actors.messages import EngineId, PlacementRequest, PrefixSource
+from shoal.actors.router.engine_view import EXPECTATION_LIFETIME_S, NOTE_LIFETIME_S, EngineView
 from shoal.actors.router.members import Members
 from shoal.actors.router.outlook import Outlook
 from shoal.actors.router.policies import CheapestEngine, RoutingPolicy
@@ -15,6 +17,9 @@ class Placement:
     expected_hit_tokens: int
     """Tokens of the prompt that the engine need not compute: it holds them, or fetches them."""
     sources: tuple[PrefixSource, ...] = ()
+
+
+_Noted = tuple[float, EngineView]
 
 
 class Placer:
@@ -38,23 +43,31 @@ class Placer:
         self._clock = clock
         self._policy = policy or CheapestEngine()
         self._num_placed = 0
+        self._noted = {lifetime: deque[_Noted]() for lifetime in (NOTE_LIFETIME_S, EXPECTATION_LIFETIME_S)}
+        """What is noted of each placement is forgotten in time, what the engine has not ended first."""
 
     def place(self, request: PlacementRequest) -> Placement | None:
         """None when there is no engine but those that the request excludes."""
         now, members = self._clock(), self._members
-        engines = [e for engine_id, e in members.engines.items() if engine_id not in request.exclude]
-        if not engines:
+        self._forget_old(now)
+        fleet = members.fleet.without(request.exclude)
+        if not fleet.engines:
             return None
-        for engine in engines:
-            engine.forget_old(now)
         outlook = Outlook(request, members.directory, members.stores, self._block_size)
-        engine = self._policy.choose(engines, outlook, now)
+        engine = self._policy.choose(fleet, outlook, now)
         self._num_placed += 1
-        engine.last_placed = self._num_placed
         chosen = outlook.of(engine)
-        engine.note(request, chosen.num_on_device, chosen.computed_tokens, now)
+        engine.note(request, chosen.num_on_device, chosen.computed_tokens, now, self._num_placed)
+        for noted in self._noted.values():
+            noted.append((now, engine))
         return Placement(
             engine_id=engine.engine_id,
             expected_hit_tokens=chosen.resume.start * self._block_size,
             sources=outlook.sources(engine, chosen.resume),
         )
+
+    def _forget_old(self, now: float) -> None:
+        """Only engines whose notes may have ended are asked, however many there are."""
+        for lifetime, noted in self._noted.items():
+            while noted and now - noted[0][0] >= lifetime:
+                noted.popleft()[1].forget_old(now)

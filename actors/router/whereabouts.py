@@ -23,7 +23,7 @@ class Whereabouts(Generic[H]):
         """Who has the segment of this block. It is named when asked for: a name costs more than a look."""
         held = self._segments.get(index)
         if held is None:
-            (held,) = self._directory.holders_of((segment_key(self.keys[index]),))
+            held = self._directory.holders_of_one(segment_key(self.keys[index]))
             self._segments[index] = held
         return held
 

@@ -11,6 +11,8 @@ from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from shoal.cluster.package import hint_in_a_package
+
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
@@ -82,9 +84,8 @@ def check_checkpoint(directory: Path) -> None:
 
 def find_problems(directory: Path, part: Part = Part.WHOLE) -> list[str]:
     if not directory.is_dir():
-        return [
-            f"{directory} is not a directory: give a checkpoint folder, a .gguf file, a hub id, s3:// or gs://"
-        ]
+        choice = "give a checkpoint folder, a .gguf file, a hub id, s3:// or gs://"
+        return [f"{directory} is not a directory: {choice}{hint_in_a_package()}"]
     weights = _weights_problems(directory) if part is Part.WHOLE else ()
     return [*config_problems(directory), *weights, *_tokenizer_problems(directory)]
 

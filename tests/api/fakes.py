@@ -7,11 +7,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
+from shoal.actors.ingress.guard import Guard
+from shoal.actors.ingress.keys import KeyEntry, KeyRing, hash_of
 from shoal.actors.ingress.models import Models, ServedModel
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import (
     CachedTokens,
     DeploymentId,
+    EngineId,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     ModelCard,
@@ -64,6 +68,16 @@ class Script:
         return not self.hangs and self.error is None and self.raises is None
 
 
+def guarding(*keys: str, admin_key: str | None = None) -> Guard:
+    """Clients need one of these keys, if there are any."""
+    entries = [KeyEntry(name=f"client-{index}", hash=hash_of(key)) for index, key in enumerate(keys)]
+    return Guard(
+        lambda: 0.0,
+        keys=KeyRing(lambda: 0.0, always=entries) if keys else None,
+        admin_key_hash=None if admin_key is None else hash_of(admin_key),
+    )
+
+
 def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
     """Of the drawn token by its id, of the likeliest by their rank: the tokens 70, 71, ..."""
     top = tuple((70 + rank, -(rank + 1) / 8) for rank in range(num_top))
@@ -83,6 +97,7 @@ class FakeDispatcher:
         self.is_ready = True
         self.resets = True
         self.processes: dict[str, Outstanding | None] = {}
+        self.engines: dict[EngineId, EngineLoad] = {}
         self.opened: list[EngineRequest] = []
         self.block_keys: list[tuple[BlockKey, ...]] = []
         self.finished: list[EngineRequest] = []
@@ -95,6 +110,9 @@ class FakeDispatcher:
 
     async def reset_prefix_cache(self) -> bool:
         return self.resets
+
+    async def loads(self) -> Mapping[EngineId, EngineLoad]:
+        return self.engines
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return self.processes

@@ -13,7 +13,7 @@ from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.remote_cluster import RemoteCluster
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
-from tests.api.fakes import FakeDispatcher, serving_one
+from tests.api.fakes import FakeDispatcher, guarding, serving_one
 
 KEY = "sk-admin"
 
@@ -54,7 +54,7 @@ class Admin:
         self.cluster = RemoteCluster()
         self.cluster.introduce(self.supervisor)
         models = serving_one(card, codec, FakeDispatcher())
-        self.app = create_app(models=models, cluster=self.cluster, api_key=KEY)
+        self.app = create_app(models=models, cluster=self.cluster, guard=guarding(admin_key=KEY))
 
     def ask(self, method: str, path: str, body: Any = None, key: str = KEY) -> httpx.Response:
         async def asked() -> httpx.Response:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import ModelCard
-from tests.api.fakes import FakeDispatcher, Script, serving_one
+from tests.api.fakes import FakeDispatcher, Script, guarding, serving_one
 from tests.ingress.checkpoints import tokens_of
 
-KEY = "sk-schlüssel"
+KEY = "sk-schlüssel-à"
 
 
 def ask(app: FastAPI, method: str, path: str, **kwargs: Any) -> httpx.Response:
@@ -30,7 +30,7 @@ def ask(app: FastAPI, method: str, path: str, **kwargs: Any) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def locked(card: ModelCard, codec: TextCodec) -> FastAPI:
-    return create_app(models=serving_one(card, codec, FakeDispatcher()), api_key=KEY)
+    return create_app(models=serving_one(card, codec, FakeDispatcher()), guard=guarding(KEY))
 
 
 @pytest.fixture(scope="module")

@@ -10,14 +10,23 @@ import httpx
 import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from starlette.types import Message
 
 from shoal.actors.ingress.app import create_app
 from shoal.actors.ingress.edge import LAST_WORDS_S
 from shoal.actors.ingress.gate import GateConfig
+from shoal.actors.ingress.metrics import Outcome
 from shoal.actors.ingress.text import TextCodec
-from shoal.actors.messages import ErrorKind, FinishReason, ModelCard, RequestError
-from tests.api.fakes import FakeDispatcher, Script, serving_one
+from shoal.actors.messages import (
+    EngineId,
+    EngineLoad,
+    ErrorKind,
+    FinishReason,
+    ModelCard,
+    RequestError,
+)
+from tests.api.fakes import FakeDispatcher, Script, guarding, serving_one
 from tests.ingress.checkpoints import tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
 
@@ -34,7 +43,7 @@ class Door:
     @asynccontextmanager
     async def client(self) -> AsyncIterator[httpx.AsyncClient]:
         transport = httpx.ASGITransport(app=self.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shoal") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield client
 
     def post(self, path: str, body: Any = None) -> httpx.Response:
@@ -53,13 +62,15 @@ class Door:
 
 
 def samples(exposition: str) -> dict[str, float]:
-    """name{label="value"} → value"""
-    return {
-        sample.name
-        + "".join(f"{{{name}={value}}}" for name, value in sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-    }
+    """name{label=value} → value; of ours without the only model's name."""
+
+    def labelled(sample: Sample) -> str:
+        left_out = () if ":" in sample.name else ("model_name",)
+        shown = sorted((label, value) for label, value in sample.labels.items() if label not in left_out)
+        return sample.name + "".join(f"{{{label}={value}}}" for label, value in shown)
+
+    families = text_string_to_metric_families(exposition)
+    return {labelled(sample): sample.value for family in families for sample in family.samples}
 
 
 @pytest.fixture
@@ -192,7 +203,13 @@ def test_metrics_tell_what_happened(door: Door) -> None:
         "shoal_http_requests_total{endpoint=none}{status=404}": 1,
         "shoal_http_requests_in_flight": 1,  # the scrape itself
         "shoal_http_request_duration_seconds_count{endpoint=/v1/completions}": 3,
+        "shoal_requests_total{outcome=completed}": 2,
+        "shoal_requests_total{outcome=refused}": 1,
+        "shoal_requests_total{outcome=failed}": 0,
         "shoal_choices_finished_total{reason=stop}": 2,
+        "shoal_choices_finished_total{reason=length}": 0,
+        "shoal_placements_total{by=load}": 2,
+        "shoal_request_errors_total{code=timeout}": 0,
         "shoal_prompt_tokens_total": 2 * len(door.dispatcher.opened[0].prompt_token_ids),
         "shoal_cached_prompt_tokens_total{place=device}": 2 * 4,
         "shoal_cached_prompt_tokens_total{place=own_store}": 2 * 1,
@@ -202,9 +219,74 @@ def test_metrics_tell_what_happened(door: Door) -> None:
         "shoal_time_to_first_token_seconds_sum": 2 * 0.5,
         "shoal_inter_token_latency_seconds_count": 2,
         "shoal_inter_token_latency_seconds_sum": 2 * 0.5,
+        "shoal_e2e_request_latency_seconds_count": 2,
+        "shoal_e2e_request_latency_seconds_sum": 2 * 2 * 0.5,
+        "shoal_request_prompt_tokens_count": 2,
+        "shoal_request_generation_tokens_sum": 2 * len(tokens_of("alpha")),
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert not [name for name in metrics if not name.startswith("shoal_") or "_created" in name]
+    assert not [name for name in metrics if not name.startswith(("shoal_", "vllm:")) or "_created" in name]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        (Script(token_ids=tokens_of("alpha")), "completed"),
+        (Script(error=RequestError(kind=ErrorKind.INVALID, message="no")), "refused"),
+        (Script(error=RequestError(kind=ErrorKind.OVERLOADED, message="full")), "overloaded"),
+        (Script(error=RequestError(kind=ErrorKind.ENGINE_LOST, message="gone")), "failed"),
+        (
+            Script(
+                token_ids=tokens_of("alpha"), error=RequestError(kind=ErrorKind.INTERNAL, message="broken")
+            ),
+            "failed",
+        ),
+        (Script(hangs=True), "failed"),
+        (Script(raises=RuntimeError("a bug")), "failed"),
+    ],
+)
+def test_each_request_for_an_answer_has_one_outcome(
+    door: Door, script: Script, outcome: str, stream: bool
+) -> None:
+    door.dispatcher.script = script
+    door.post("/v1/completions", {"prompt": "", "stream": stream, "timeout": 5})
+    door.post("/tokenize", {"prompt": ""})
+    metrics = door.metrics()
+    name = "shoal_requests_total{outcome="
+    counts = {key.removeprefix(name)[:-1]: n for key, n in metrics.items() if key.startswith(name)}
+    assert counts == {o.value: float(o == outcome) for o in Outcome}
+
+
+def test_vllms_names_are_there_too(door: Door) -> None:
+    door.dispatcher.script = Script(token_ids=tokens_of("alpha"), num_cached_tokens=2, num_fetched_tokens=1)
+    door.dispatcher.engines = {
+        EngineId("engine-0-a"): EngineLoad(num_running=3, num_waiting=1, kv_usage=0.25),
+        EngineId("engine-1-b"): EngineLoad(num_running=0, num_waiting=0, kv_usage=0.0),
+    }
+    door.post("/v1/completions", {"prompt": "the fox"})
+    num_prompt = len(door.dispatcher.opened[0].prompt_token_ids)
+    metrics = door.metrics()
+    one, other = ("{engine=engine-0-a}{model_name=org/tiny}", "{engine=engine-1-b}{model_name=org/tiny}")
+    model = "{model_name=org/tiny}"
+    expected = {
+        f"vllm:num_requests_running{one}": 3,
+        f"vllm:num_requests_running{other}": 0,
+        f"vllm:num_requests_waiting{one}": 1,
+        f"vllm:kv_cache_usage_perc{one}": 0.25,
+        f"vllm:prompt_tokens_total{model}": num_prompt,
+        f"vllm:generation_tokens_total{model}": len(tokens_of("alpha")),
+        f"vllm:prefix_cache_queries_total{model}": num_prompt,
+        f"vllm:prefix_cache_hits_total{model}": 2,
+        f"vllm:external_prefix_cache_queries_total{model}": num_prompt - 2,
+        f"vllm:external_prefix_cache_hits_total{model}": 1,
+        f"vllm:time_to_first_token_seconds_count{model}": 1,
+        f"vllm:inter_token_latency_seconds_count{model}": len(tokens_of("alpha")) - 1,
+        f"vllm:e2e_request_latency_seconds_count{model}": 1,
+        "vllm:request_success_total{finished_reason=length}" + model: 1,
+        "vllm:request_prompt_tokens_bucket{le=+Inf}" + model: 1,
+    }
+    assert {name: metrics[name] for name in expected} == expected
 
 
 def test_a_prompt_is_counted_once_an_engine_has_computed_it(door: Door) -> None:
@@ -284,8 +366,8 @@ def test_prefix_caches_can_be_reset(http: httpx.Client, dispatcher: FakeDispatch
     assert http.post("/reset_prefix_cache").status_code == 503
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/reset_prefix_cache", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions"])
 def test_what_works_asks_for_the_key(card: ModelCard, codec: TextCodec, path: str) -> None:
-    door = Door(card, codec, api_key="sk")
+    door = Door(card, codec, guard=guarding("sk"))
     assert door.post(path, {}).status_code == 401
     assert door.metrics()["shoal_http_requests_total{endpoint=" + path + "}{status=401}"] == 1

@@ -44,21 +44,22 @@ def test_what_was_not_placed_says_nothing(http: httpx.Client, dispatcher: FakeDi
     assert "x-shoal-placement" not in response.headers
 
 
-def test_case_14_blind_placements_are_counted_by_reason(
+def test_case_14_placements_are_counted_by_what_they_went_by(
     http: httpx.Client, dispatcher: FakeDispatcher
 ) -> None:
     def counted() -> dict[str, float]:
         lines = http.get("/metrics").text.splitlines()
-        name = "shoal_blind_placements_total{reason="
-        series = [line.removeprefix(name).rsplit(" ", 1) for line in lines if line.startswith(name)]
-        return {label.strip('"}'): float(count) for label, count in series}
+        series = [line.rsplit(" ", 1) for line in lines if line.startswith("shoal_placements_total{")]
+        return {name.partition('by="')[2].partition('"')[0]: float(count) for name, count in series}
 
     before = counted()
-    assert before.keys() == {"no_keys", "stale_index", "router_away"}, "shown from the start"
+    assert before.keys() == set(PlacedBy), "shown from the start"
     dispatcher.script = Script(token_ids=ANSWER, placed_by=(PlacedBy.NO_KEYS, PlacedBy.PREFIX))
     http.post("/v1/completions", json={"prompt": "the fox"})
     after = counted()
-    assert {reason: after[reason] - before[reason] for reason in after} == {
+    assert {by: after[by] - before[by] for by in after} == {
+        "prefix": 1.0,
+        "load": 0.0,
         "no_keys": 1.0,
         "stale_index": 0.0,
         "router_away": 0.0,

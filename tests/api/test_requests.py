@@ -271,6 +271,12 @@ def test_unknown_fields_are_ignored_with_a_warning(
     assert [name in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_a_field_without_a_name_is_named_too(http: httpx.Client) -> None:
+    """Else the header would end with a blank, which h11 refuses to send."""
+    response = http.post(COMPLETIONS, json={**PROMPTS[COMPLETIONS], "": 1})
+    assert (response.status_code, response.headers["x-shoal-warning"]) == (200, 'ignored unknown fields: ""')
+
+
 def test_text_parts_are_lines(http: httpx.Client, dispatcher: FakeDispatcher) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert http.post(CHAT, json={"messages": [{"role": "user", "content": parts}]}).status_code == 200

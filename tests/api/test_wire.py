@@ -83,6 +83,7 @@ def test_a_whole_chat(http: httpx.Client) -> None:
 
 def test_the_description_names_what_is_served(http: httpx.Client) -> None:
     described = http.get("/openapi.json").json()
+    assert described["components"]["securitySchemes"]["key"] == {"type": "http", "scheme": "bearer"}
     body = described["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]
     assert body["schema"] == {"$ref": "#/components/schemas/ChatCompletionRequest"}
     assert {"messages", "temperature"} <= described["components"]["schemas"]["ChatCompletionRequest"][

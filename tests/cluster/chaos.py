@@ -20,7 +20,9 @@ from pathlib import Path
 
 import httpx
 import ray
+from prometheus_client.parser import text_string_to_metric_families
 
+from shoal.actors.ingress.dispatch import PlacedBy
 from tests.checkpoints import smollm2, tiny_llama
 from tests.cluster.continued import continuations, described, let_engines_fetch_all, watch
 from tests.cluster.served import Served, private_ray, wait_for
@@ -91,17 +93,16 @@ class Blow:
         os.kill(before, self.signal)
 
         def is_replaced() -> bool:
-            if victim in served.names():
-                return served.pid(victim) != before
-            return self.role in ("engine", "store") and victim not in served.ready_engines()
+            if self.role in ("engine", "store"):
+                return victim not in served.names()
+            return served.pid(victim) != before
 
         return lambda: _is_true(is_replaced) and _is_true(lambda: is_whole(served))
 
     def _victim(self, served: Served) -> str:
         if self.role == "engine":
             names = served.engine_names()
-            busy = [name for name in names if _is_true(partial(served.holds_a_request, name))]
-            return (busy or names)[0]
+            return max(names, key=partial(_num_requests, served))
         return served.store_names()[0] if self.role == "store" else self.role
 
 
@@ -110,6 +111,13 @@ def is_whole(served: Served) -> bool:
     return (
         bool(ready) and ready == set(on_router) and bool(served.store_names()) and served.get("/ready") == 200
     )
+
+
+def _num_requests(served: Served, engine: str) -> int:
+    try:
+        return int(ray.get(served.actor(engine).health.remote(), timeout=10).num_requests)
+    except (ValueError, ray.exceptions.RayError):
+        return 0
 
 
 def _is_true(condition: Callable[[], bool]) -> bool:
@@ -130,9 +138,11 @@ def disturb(served: Served, blows: Sequence[Blow], say: Callable[[str], None], p
         say(f"{blow.signal.name} {blow.role}: whole again after {time.monotonic() - started:.1f} s")
 
 
-def metric(served: Served, name: str) -> float:
-    lines = httpx.get(f"{served.url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+def metric(served: Served, name: str, **labels: str) -> float:
+    """The sum of its series that have these labels."""
+    families = text_string_to_metric_families(httpx.get(f"{served.url}/metrics", timeout=10).text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def main() -> int:
@@ -168,7 +178,7 @@ def _run(served: Served, args: argparse.Namespace, blows: Sequence[Blow]) -> int
     print(f"undisturbed: {args.streams} streams in {time.monotonic() - started:.1f} s", flush=True)
     streams.run_beside(lambda: disturb(served, blows, partial(print, flush=True)))
     wait_for(served.is_clean, "everything is returned")
-    blind = metric(served, "shoal_blind_placements_total")
+    blind = sum(metric(served, "shoal_placements_total", by=by) for by in PlacedBy if by.is_blind)
     print(f"{streams.num_complete} streams complete, {len(streams.failures)} failures; {blind:.0f} blind")
     costs = continuations(served)
     print("\n".join(described(costs)))

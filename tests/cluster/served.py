@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +75,13 @@ class Served:
     ) -> "Iterator[Served]":
         name = name or f"test-{uuid4().hex[:6]}"
         command = serve_command(checkpoint, address, *flags, engines=engines, name=name)
+        with cls.of(command, name) as served:
+            yield served
+
+    @classmethod
+    @contextmanager
+    def of(cls, command: Sequence[str], name: str) -> "Iterator[Served]":
+        """Whatever it serves."""
         with TemporaryFile() as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment())
             served = cls(process, name, log)

@@ -1,5 +1,6 @@
 """How a cluster ends, and how it refuses to begin: nothing is left running, and one line says why."""
 
+import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import httpx
 import pytest
 import ray
 
+from shoal.cluster.launcher import groups_of
 from tests.checkpoints import tiny_llama
 from tests.cluster.served import Served, wait_for
 
@@ -39,11 +41,17 @@ def test_a_request_that_runs_when_everything_ends_is_answered(ray_address: str, 
     assert response.json()["error"]["code"] == "stopping"
 
 
-def test_a_driver_that_is_killed_takes_its_cluster_along(ray_address: str, checkpoint: Path) -> None:
+@pytest.mark.parametrize("supervisor_dies_too", [False, True])
+def test_57_a_driver_that_is_killed_takes_its_cluster_along(
+    ray_address: str, checkpoint: Path, supervisor_dies_too: bool
+) -> None:
     with Served.start(checkpoint, ray_address) as cluster:
         cluster.wait_until_ready()
         cluster.process.kill()
+        if supervisor_dies_too:
+            os.kill(cluster.pid("supervisor"), signal.SIGKILL)
         wait_for(lambda: cluster.names() == set(), "the lease ran out and everything ended")
+        wait_for(lambda: groups_of(cluster.namespace) == {}, "its places are given back")
 
 
 def test_a_supervisor_killed_in_the_middle_of_a_start(ray_address: str, checkpoint: Path) -> None:

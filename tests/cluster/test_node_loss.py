@@ -21,16 +21,15 @@ def test_case_54_a_stream_outlives_the_node_of_its_engine(ray_address: str, chec
         served.wait_until_ready()  # all on the only node
         here = node_process(served, "router")
         with another_node(80 << 20):
-            first, second = served.engine_names()
-            os.kill(served.pid(first), signal.SIGKILL)
-            wait_for(lambda: len(served.ready_engines() - {first, second}) == 1, "its successor, there")
+            ray.get(served.actor("supervisor").scale.remote(None, 3), timeout=10)
+            wait_for(lambda: len(served.ready_engines()) == 3, "one more, for which there is room there")
             (there,) = {node_process(served, name) for name in served.engine_names()} - {here}
-            asked = [{**LONG, "prompt": list(range(i, i + 57))} for i in (3, 70)]
+            asked = [{**LONG, "prompt": list(range(i, i + 57))} for i in (3, 70, 140)]
             expected = [spoken(served.url, body) for body in asked]
             before = metric(served, "shoal_continuations_total")
-            with ThreadPoolExecutor(2) as pool:
+            with ThreadPoolExecutor(3) as pool:
                 answers = [pool.submit(spoken, served.url, body) for body in asked]
-                wait_for(lambda: all(served.holds_a_request(name) for name in served.engine_names()), "both")
+                wait_for(lambda: all(served.holds_a_request(name) for name in served.engine_names()), "all")
                 os.kill(there, signal.SIGKILL)
                 assert [answer.result(timeout=120) for answer in answers] == expected
             assert metric(served, "shoal_continuations_total") == before + 1

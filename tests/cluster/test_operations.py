@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from shoal.cluster.launcher import groups_of
+from tests.checkpoints import tiny_qwen3
+from tests.cluster.chaos import metric
 from tests.cluster.served import Served, environment, serve_command, shoal, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
 
@@ -21,7 +24,7 @@ NAME = "operated"
 
 @pytest.fixture(scope="module")
 def detached(ray_address: str, checkpoint: Path) -> Iterator[Served]:
-    with Served.start(checkpoint, ray_address, "--detached", "--stop-grace", "60", name=NAME) as cluster:
+    with Served.start(checkpoint, ray_address, "--detached", "--stop-grace", "60s", name=NAME) as cluster:
         cluster.wait_until_ready()
         assert cluster.process.wait(timeout=30) == 0
         yield cluster
@@ -94,7 +97,7 @@ def test_it_becomes_another_under_streams_while_its_supervisor_is_killed(
     detached: Served, ray_address: str, checkpoint: Path
 ) -> None:
     before = set(detached.engine_names())
-    again = serve_command(checkpoint, ray_address, "--detached", "--stop-grace", "60", engines=2, name=NAME)
+    again = serve_command(checkpoint, ray_address, "--detached", "--stop-grace", "60s", engines=2, name=NAME)
     with spoken_meanwhile(detached, bodies(detached.url, 8, max_tokens=120)):
         changing = subprocess.Popen([*again, "--max-num-batched-tokens", "64"], env=environment())
         wait_for(lambda: len(status(detached)["models"]) == 2, "the change is begun")
@@ -109,7 +112,7 @@ def test_it_becomes_another_under_streams_while_its_supervisor_is_killed(
 
 
 def test_what_cannot_be_is_one_line(detached: Served, ray_address: str, checkpoint: Path) -> None:
-    assert told(detached, "drain", "--node", "zz", status=1).startswith("error: node: 'zz' names 0 nodes")
+    assert told(detached, "drain", "--node", "zz", status=1).startswith("error: node: 'zz' names 0 of ")
     assert "is the last one" in told(
         detached, "drain", "--node", status(detached)["ingresses"][0]["node"], status=1
     )
@@ -126,8 +129,37 @@ def told_nobody() -> str:
     return ran.stderr
 
 
+def test_two_models_in_one_cluster_and_one_that_crashes_costs_the_other_nothing(
+    ray_address: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    other = tiny_qwen3(tmp_path / "other")
+    file = tmp_path / "two.yaml"
+    engine = {"threads": 1, "memory": "300MiB", "max_num_seqs": 8, "block_size": 16, "max_model_len": 256}
+    models = [
+        {"model_id": name, "model_source": str(path), "engine_kwargs": engine}
+        for name, path in (("a", checkpoint), ("b", other))
+    ]
+    file.write_text(yaml.safe_dump({"http": {"port": 0}, "models": models}))
+    with Served.of(
+        shoal("serve", "--config", str(file), "--address", ray_address, "--name", "two"), "two"
+    ) as two:
+        two.wait_until_ready()
+        assert [model["model"] for model in status(two)["models"]] == ["a", "b"]
+        assert [model.id for model in two.client().models.list().data] == ["a", "b"]
+        body = {"prompt": list(range(3, 60)), "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+        of_a, of_b = (spoken(two.url, {**body, "model": name}) for name in "ab")
+        assert of_a != of_b
+        (victim,) = [name for name in two.engine_names() if name.startswith("engine-a.")]
+        os.kill(two.pid(victim), signal.SIGKILL)
+        assert spoken(two.url, {**body, "model": "b"}) == of_b
+        wait_for(lambda: victim not in two.names() and status(two)["ready"], "a's engine is back")
+        wait_for(lambda: metric(two, "shoal_sequence_slots", model_name="a") == 8, "the door has heard of it")
+        assert spoken(two.url, {**body, "model": "a"}) == of_a
+        assert two.get("/v1/models/c") == 404
+
+
 def test_streams_that_are_open_when_it_is_stopped_are_finished(ray_address: str, checkpoint: Path) -> None:
-    with Served.start(checkpoint, ray_address, "--stop-grace", "60", "--kv-store-memory", "0") as cluster:
+    with Served.start(checkpoint, ray_address, "--stop-grace", "60s", "--kv-store-memory", "0") as cluster:
         cluster.wait_until_ready()
         asked = bodies(cluster.url, 8, max_tokens=400)
         alone = [spoken(cluster.url, body) for body in asked]

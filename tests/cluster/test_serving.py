@@ -10,8 +10,11 @@ import httpx
 import pytest
 import ray
 from openai import BadRequestError, NotFoundError
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.cluster.served import Served, wait_for
+from tests.exported_metrics import told_to_ray
 
 PROMPT = "the quick brown fox"
 
@@ -155,6 +158,28 @@ def test_more_than_ray_has_is_refused(
     with Served.start(checkpoint, ray_address, flag, value) as cluster:
         assert cluster.process.wait(timeout=60) == 1
         assert f"error: {message}" in cluster.output
+
+
+def test_every_process_tells_ray_all_its_metrics_and_nobody_tells_them_twice(served: Served) -> None:
+    def scraped() -> list[Sample]:
+        (node,) = ray.nodes()  # type: ignore[no-untyped-call]
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        families = text_string_to_metric_families(httpx.get(url, timeout=10).text)
+        samples = [sample for family in families for sample in family.samples]
+        return [sample for sample in samples if sample.labels.get("shoal_cluster") == served.name]
+
+    complete(served, PROMPT)
+    wanted = told_to_ray(but_by="store")
+    wait_for(lambda: wanted <= {sample.name for sample in scraped()}, "all metrics of all roles")
+    samples = scraped()
+    assert {sample.name for sample in samples} == wanted
+    workers = {(sample.labels["process"], sample.labels["WorkerId"]) for sample in samples}
+    processes = sorted(process for process, _ in workers)
+    ingress, *others = sorted(processes, key=lambda name: not name.startswith("ingress-"))
+    assert ingress.startswith("ingress-")
+    assert others == sorted([*served.engine_names(), "router", "supervisor"])
+    models = {sample.labels["process"]: sample.labels.get("model_name") for sample in samples}
+    assert [models[name] for name in (ingress, *served.engine_names())] == [model(served)] * 3
 
 
 def test_everything_is_returned_when_nobody_asks(served: Served) -> None:

@@ -6,7 +6,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from shoal.actors.messages import EngineId
 from shoal.cluster.spec import DeploymentSpec
 from shoal.cluster.supervisor import Supervisor
 from tests.cluster_unit.test_supervisor import Cluster, FakeEngine, FakeLauncher, FakeProcess, a_deployment
@@ -58,7 +57,7 @@ class AnyEvents(RuleBasedStateMachine):
     @rule(which=st.integers(0, 20))
     def an_engine_is_drained(self, which: int) -> None:
         if running := [engine for engine in self.engines if self._serves(engine)]:
-            self.supervisor.drain_engine(EngineId(running[which % len(running)].process_id))
+            self.supervisor.drain_engine(running[which % len(running)].process_id)
 
     @rule(node=st.sampled_from(NODES))
     def a_node_is_left(self, node: str) -> None:

@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.actors.messages import EngineId
 from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.deployment import ROOM_S, SETTLE_S
 from shoal.cluster.supervisor import Supervisor
-from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment
+from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment, an_engine
 
 
 def with_engines(num_engines: int, **launcher: object) -> Cluster:
@@ -142,7 +141,7 @@ def test_a_node_that_is_drained_is_left_by_all_and_its_engines_come_back_elsewhe
 def test_a_node_is_named_by_the_beginning_of_its_id_and_the_last_one_is_not_left() -> None:
     cluster = with_engines(1, nodes=["east-1", "east-2", "west"])
     for wrong in ("", "north", "east"):
-        with pytest.raises(ValueError, match=r"names \d nodes; there is east-1, east-2, west"):
+        with pytest.raises(ValueError, match=r"names \d of east-1, east-2, west"):
             cluster.supervisor.drain_node(wrong)
     cluster.supervisor.drain_node("w")
     cluster.supervisor.drain_node("east-1")
@@ -154,9 +153,9 @@ def test_a_node_is_named_by_the_beginning_of_its_id_and_the_last_one_is_not_left
 
 def test_an_engine_that_is_drained_is_replaced() -> None:
     cluster = with_engines(2)
-    cluster.supervisor.drain_engine(EngineId("engine-1-1"))
-    with pytest.raises(ValueError, match="'engine-9-9' does not run here"):
-        cluster.supervisor.drain_engine(EngineId("engine-9-9"))
+    cluster.supervisor.drain_engine("1-1")
+    with pytest.raises(ValueError, match="'engine-9-9' names 0 of engine-0-0, engine-1-1"):
+        cluster.supervisor.drain_engine("engine-9-9")
     for _ in range(12):
         cluster.passes(0.5)
         assert len(placed_on(cluster)) >= 2, "its place is taken before it goes"  # type: ignore[arg-type]
@@ -169,7 +168,7 @@ def test_without_room_for_anothers_place_it_goes_first() -> None:
     for engine in cluster.launcher.engines:
         engine.has(1)
     for engine in list(cluster.launcher.engines):
-        cluster.supervisor.drain_engine(EngineId(engine.process_id))
+        cluster.supervisor.drain_engine(engine.process_id)
     cluster.passes(ROOM_S)
     assert len(placed_on(cluster)) == 2  # type: ignore[arg-type]
     cluster.passes(5.0)
@@ -179,7 +178,7 @@ def test_without_room_for_anothers_place_it_goes_first() -> None:
 def test_an_engine_that_dies_before_its_place_is_taken_is_not_started_again() -> None:
     cluster = with_engines(1)
     cluster.launcher.room = 0
-    cluster.supervisor.drain_engine(EngineId("engine-0-0"))
+    cluster.supervisor.drain_engine("engine-0-0")
     cluster.tick(after_s=1.0)
     cluster.launcher.engines[0].pings[-1].set_exception(RuntimeError("actor died"))
     cluster.tick(after_s=0.5)
@@ -261,6 +260,43 @@ def test_a_change_that_cannot_start_leaves_what_serves_alone() -> None:
     cluster.passes(4.0)
     status = cluster.supervisor.status()
     assert (status.ready, status.troubles, alive(cluster)) == (True, (), ["engine-0-0", "engine-1-1"])
+
+
+def test_after_a_change_that_could_not_start_the_next_one_takes_the_place_of_what_serves() -> None:
+    cluster = with_engines(2)
+    for engine in cluster.launcher.engines:
+        engine.has(1)
+    becoming(cluster)
+    cluster.tick()
+    cluster.launcher.engines[2].started.set_exception(ValueError("not enough memory"))
+    cluster.passes(5.0)
+    mended = a_deployment("m", 2, labels={"zone": "b"})
+    cluster.supervisor.apply(replace(cluster.spec, deployments=(mended,)))
+    cluster.tick()
+    assert len(placed_on_first(cluster)) == 2, "neither goes for one that never came"
+    for engine in cluster.launcher.engines:
+        engine.has(0)
+    cluster.passes(20.0)
+    assert cluster.phases() == {"m": ["ready", "ready"]}
+    assert [d.deployment_id for d in cluster.supervisor.status().deployments] == [mended.deployment_id]
+
+
+def placed_on_first(cluster: Cluster) -> list[str]:
+    told = cluster.launcher.routers[0].told[-1]
+    assert isinstance(told, list)
+    return told
+
+
+def test_a_supervisor_that_takes_over_ends_nothing_before_it_knows_what_serves() -> None:
+    left = [an_engine(f"engine-{i}-old") for i in range(3)]
+    cluster = Cluster(num_engines=2, launcher=FakeLauncher(to_adopt=left))
+    cluster.tick()
+    assert not any(engine.killed for engine in left)
+    for engine in left:
+        engine.become_ready()
+    cluster.tick()
+    cluster.tick()
+    assert sorted(cluster.phases()["m"]) == ["draining", "ready", "ready"]
 
 
 def test_a_model_that_is_no_longer_named_is_ended_when_it_has_finished() -> None:

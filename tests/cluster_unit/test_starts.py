@@ -147,7 +147,7 @@ def test_what_a_start_is_at_is_seen_until_it_is_ready() -> None:
 def test_the_operator_is_told_now_and_then_how_far_a_long_start_is() -> None:
     cluster, said = Cluster(num_engines=1, launcher=TellingLauncher()), StringIO()
     took = StartTime(cluster.clock, before_s=0.0)
-    account = Account(cluster.spec, None, took, Console(file=said), clock=cluster.clock)
+    account = Account(cluster.spec, None, took, Console(file=said), lambda _: None, clock=cluster.clock)
     all_but_engines_ready(cluster)
     (engine,) = cluster.launcher.engines
     assert isinstance(engine, TellingEngine)
@@ -204,5 +204,5 @@ def test_engines_that_are_adopted_are_what_others_must_be_like() -> None:
     launcher = TellingLauncher(to_adopt=running)
     cluster = Cluster(num_engines=2, launcher=launcher)
     running[0].become_ready()
-    cluster.all_ready()
-    assert [engine.killed for engine in launcher.engines] == [True]
+    cluster.passes(4.0)
+    assert (running[0].killed, launcher.engines[0].killed) == (False, True)

@@ -61,6 +61,8 @@ class Bench:
     """The fake device computes a step as soon as it is given it."""
     fingerprint: bytes = b""
     view: StoreView | None = None
+    now: float = 0.0
+    """Seconds, for the scheduler."""
     stores: Stores = field(default_factory=Stores)
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     prompt_logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
@@ -94,7 +96,12 @@ class Bench:
             cache=self.cache,
         )
         self.scheduler = Scheduler(
-            config, self.pools, fingerprint=self.fingerprint, rule=self.rule, stores=self.view
+            config,
+            self.pools,
+            fingerprint=self.fingerprint,
+            rule=self.rule,
+            stores=self.view,
+            clock=lambda: self.now,
         )
         self.runner = FakeRunner(
             num_blocks=self.num_blocks,

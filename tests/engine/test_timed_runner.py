@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.actors.engine.block_pool import BlockId
-from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Drawn, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.timed_runner import TimedRunner
 
 
@@ -20,7 +20,8 @@ class Machine:
 
         def run() -> StepResult:
             self.now += self.takes_s
-            return StepResult(step_id=plan.step_id, drawn={})
+            drawn = {plan.sequences[0].sequence_id: Drawn(token_id=1)}
+            return StepResult(step_id=plan.step_id, drawn=drawn)
 
         return run
 
@@ -47,6 +48,15 @@ def test_steps_that_compute_prompts_are_measured_and_the_latest_count_most() -> 
     for _ in range(200):
         runner.prepare(step(100))()
     assert runner.tokens_per_s == pytest.approx(1000.0, rel=0.05)
+
+
+def test_every_step_is_counted() -> None:
+    machine = Machine()
+    runner = TimedRunner(machine, clock=lambda: machine.now)
+    for machine.takes_s, lengths in ((0.5, (99, 1)), (0.25, (1, 1))):
+        runner.prepare(step(*lengths))()
+    assert runner.num_computed_tokens == 102 and runner.num_drawn_tokens == 2
+    assert runner.step_seconds.sum == 0.75 and runner.step_seconds.buckets()[-1] == ("+Inf", 2.0)
 
 
 def test_short_steps_say_little() -> None:

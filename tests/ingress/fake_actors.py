@@ -11,6 +11,7 @@ from ray.exceptions import ActorDiedError
 from shoal.actors.messages import (
     CachedTokens,
     EngineId,
+    EngineLoad,
     EngineRequest,
     ErrorKind,
     FinishReason,
@@ -29,6 +30,7 @@ from shoal.kvstore.outstanding import Outstanding
 from tests.fake_runner import generate, logprob
 
 NOTHING_FOUND = Found(blocks=(), segments=())
+LOAD = EngineLoad(num_running=1, num_waiting=2, kv_usage=0.5)
 NOTHING = Outstanding(counts={"of any kind": 0})
 
 
@@ -95,6 +97,7 @@ class FakeEngine:
     reset_error: Exception | None = None
     num_resets: int = 0
     outstanding_error: Exception | None = None
+    load_error: Exception | None = None
     answer: list[TokenBatch | Exception] = field(default_factory=list)
     """What its stream brings once a request is submitted."""
     outbox: asyncio.Queue[TokenBatch | Exception] = field(default_factory=asyncio.Queue)
@@ -105,6 +108,7 @@ class FakeEngine:
         self.abort = Method(lambda *args: self.aborted.append(args))
         self.reset_prefix_cache = Method(self._reset)
         self.outstanding = Method(lambda: Ref(self.outstanding_error or NOTHING))
+        self.load = Method(lambda ingress_id: Ref(self.load_error or LOAD))
 
     async def _stream(self, ingress_id: IngressId) -> AsyncIterator[Ref]:
         self.num_streams += 1

@@ -15,6 +15,8 @@ from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
 from shoal.actors.messages import (
     CachedTokens,
+    EngineId,
+    EngineLoad,
     EngineRequest,
     FinishReason,
     RequestId,
@@ -88,6 +90,9 @@ class Recorded:
     async def reset_prefix_cache(self) -> bool:
         return True
 
+    async def loads(self) -> dict[EngineId, EngineLoad]:
+        return {}
+
     async def outstanding(self) -> dict[str, Outstanding | None]:
         return {}
 
@@ -104,7 +109,8 @@ class Listening:
         self.heard: Heard = []
         self.open_prompts: list[set[int]] = []
         self.times: list[float] = []
-        self.metrics = Metrics()
+        self.counted = Metrics()
+        self.metrics = self.counted.of("tiny")
 
     def listen(self, *, at_most: int = 99, timeout_s: float = 600.0) -> "Listening":
         run_in_virtual_time(self._listen(at_most, timeout_s))
@@ -156,10 +162,10 @@ def test_an_answer_that_went_on_elsewhere_is_counted_with_what_was_computed_agai
 
     first, second = begins("alpha", 0, 1), begins(" beta", 2, 3)
     listening = Listening(Recorded([first, second, chunk("", FinishReason.LENGTH)])).listen()
-    exposition = listening.metrics.exposition().decode()
-    assert "shoal_continuations_total 1.0" in exposition
+    exposition = listening.counted.exposition({}).decode()
+    assert 'shoal_continuations_total{model_name="tiny"} 1.0' in exposition
     computed = 1 + len(first.token_ids) - 2
-    assert f"shoal_recomputed_tokens_total {float(computed)}" in exposition
+    assert f'shoal_recomputed_tokens_total{{model_name="tiny"}} {float(computed)}' in exposition
 
 
 def test_a_stream_must_say_why_it_ends() -> None:

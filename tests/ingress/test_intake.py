@@ -22,6 +22,7 @@ from tests.ingress.checkpoints import adding_bos, byte_level_tokenizer, save_che
 
 BOS, EOS = 0, 1
 MAX_MODEL_LEN = 128
+SALT = "salt"
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def parsed(body: Mapping[str, Any], body_type: type[RequestT]) -> RequestT:
 
 
 def completions(intake: Intake, body: Mapping[str, Any]) -> Intent:
-    return intake.completion(parsed(body, CompletionRequest))
+    return intake.completion(parsed(body, CompletionRequest), SALT)
 
 
 def chat(intake: Intake, **fields: Any) -> Asked:
@@ -62,7 +63,7 @@ def chat(intake: Intake, **fields: Any) -> Asked:
 
 
 def chats(intake: Intake, body: Mapping[str, Any]) -> Intent:
-    return intake.chat(parsed(body, ChatCompletionRequest))
+    return intake.chat(parsed(body, ChatCompletionRequest), SALT)
 
 
 def tokenize(intake: Intake, body: Mapping[str, Any]) -> TokenizeResponse:
@@ -82,7 +83,7 @@ def test_each_field_goes_where_the_engine_reads_it(intake: Intake) -> None:
         "logit_bias": {"7": -100, "319": 0.5},
         "min_tokens": 3,
     }
-    request = completion(intake, **fields, max_tokens=9, cache_salt="a", priority=-2).request
+    request = completion(intake, **fields, max_tokens=9, priority=-2).request
     assert request.sampling == SamplingParams(
         temperature=0.5,
         top_p=0.75,
@@ -95,7 +96,7 @@ def test_each_field_goes_where_the_engine_reads_it(intake: Intake) -> None:
         logit_bias=((7, -100.0), (319, 0.5)),
         min_tokens=3,
     )
-    assert (request.max_tokens, request.cache_salt, request.priority) == (9, "a", -2)
+    assert (request.max_tokens, request.cache_salt, request.priority) == (9, SALT, -2)
 
 
 def test_the_checkpoints_defaults_hold_where_a_request_says_nothing(codec: TextCodec) -> None:
@@ -188,10 +189,9 @@ def test_half_a_character_at_the_end_of_an_echo_is_left_to_the_answer(intake: In
 
 def test_keys_name_the_complete_blocks_of_a_prompt(codec: TextCodec, intake: Intake) -> None:
     prompt = tuple(range(5, 14))
-    asked = completion(intake, prompt=list(prompt), cache_salt="a")
-    assert asked.block_keys == tuple(extend_keys(root_key(b"tiny", "a"), prompt, 4))
+    asked = completion(intake, prompt=list(prompt))
+    assert asked.block_keys == tuple(extend_keys(root_key(b"tiny", SALT), prompt, 4))
     assert len(asked.block_keys) == 2
-    assert completion(intake, prompt=list(prompt)).block_keys[0] != asked.block_keys[0]
 
 
 def test_there_are_no_keys_where_nothing_could_be_hit(intake: Intake) -> None:
@@ -202,7 +202,7 @@ def test_block_keys_are_known_once_the_engines_have_said_what_names_them(codec: 
     intake, prompt = Intake(card(fingerprint=b""), codec, GenerationDefaults()), list(range(5, 14))
     assert completion(intake, prompt=prompt).block_keys == ()
     intake.learn_fingerprint(b"tiny")
-    assert completion(intake, prompt=prompt).block_keys == prefix_keys(card(), "", prompt) != ()
+    assert completion(intake, prompt=prompt).block_keys == prefix_keys(card(), SALT, prompt) != ()
 
 
 def budget(num_prompt_tokens: int, wanted: int | None, default: int | None = 16) -> int:

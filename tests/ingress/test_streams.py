@@ -26,7 +26,7 @@ from shoal.actors.messages import (
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.messages import StoreId
 from shoal.kvstore.outstanding import Outstanding
-from tests.ingress.fake_actors import NOTHING, FakeEngine, FakeRouter, FakeStore, Never, Ref
+from tests.ingress.fake_actors import LOAD, NOTHING, FakeEngine, FakeRouter, FakeStore, Never, Ref
 from tests.ingress.virtual_time import run_in_virtual_time
 
 A, B = EngineId("engine-a"), EngineId("engine-b")
@@ -477,3 +477,15 @@ async def _what_is_outstanding() -> None:
 def test_what_is_outstanding_is_asked_of_all_and_silence_is_told(caplog: pytest.LogCaptureFixture) -> None:
     run(_what_is_outstanding())
     assert f"{B} did not say what is outstanding: ActorDiedError" in caplog.messages
+
+
+async def _loads() -> None:
+    engines = {A: FakeEngine(), B: FakeEngine(load_error=ActorDiedError())}
+    streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
+    assert await streams.loads() == {}
+    await streams.introduce(FakeRouter(A), engines, {})
+    assert await streams.loads() == {A: LOAD}, "whoever does not say is left out"
+
+
+def test_engines_say_what_they_do_with_an_ingresss_requests() -> None:
+    run(_loads())

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.kvstore.block_hash import BlockKey
-from shoal.kvstore.directory import Directory
+from shoal.kvstore.directory import TOGETHER, Directory
 
 
 def keys(text: str) -> list[BlockKey]:
@@ -46,8 +46,32 @@ def test_11_absent_keys_do_not_keep_the_others() -> None:
     assert directory.keys_of("east") == {BlockKey(b"a")}
 
 
+def path(name: str, first: int, end: int) -> list[BlockKey]:
+    """Blocks of a path; all paths begin with the same few, and backwards it is how they are evicted."""
+    step = 1 if first <= end else -1
+    return [BlockKey(f"{name if i > 2 else ''}{i}".encode()) for i in range(first, end, step)]
+
+
+def test_a_path_is_found_however_its_keys_came_to_stand() -> None:
+    """Told in two parts, one of them into places that were free; with a gap; and with an end of its own."""
+    whole = path("p", 0, 4 * TOGETHER)
+    directory: Directory[str] = Directory()
+    directory.add("east", path("q", 0, 2 * TOGETHER))
+    directory.discard("east", path("q", 2 * TOGETHER, 5))
+    directory.add("east", whole[: TOGETHER + 3])
+    directory.add("east", whole[TOGETHER + 3 :])
+    directory.add("west", whole[: 3 * TOGETHER])
+    directory.discard("west", [whole[TOGETHER + 1]])
+    directory.check()
+    assert directory.match(whole) == {"east": len(whole), "west": TOGETHER + 1}
+    assert directory.match(whole[:5] + path("r", 5, 40)) == {"east": 5, "west": 5}
+
+
 HOLDERS = st.sampled_from("ABCDE")
-KEYS = st.lists(st.sampled_from(keys("abcdefgh")), max_size=6)
+NUMBERS = st.integers(0, 3 * TOGETHER)
+KEYS = st.lists(st.sampled_from(keys("abcdefgh")), max_size=6) | st.builds(
+    path, st.sampled_from("pq"), NUMBERS, NUMBERS
+)
 OPERATIONS = st.lists(st.tuples(st.sampled_from(["add", "discard", "forget"]), HOLDERS, KEYS), max_size=40)
 
 

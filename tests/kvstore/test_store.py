@@ -269,3 +269,28 @@ def test_an_entry_names_what_it_builds_upon() -> None:
     entry = StoredEntry(key=block("a", 1), parent=block("a", 0), offset=0, size=3, checksum=7)
     extent = Extent(extent_id="x", entries=(entry,), num_bytes=3)
     assert extent.parent == block("a", 0) and extent.without({block("a", 1)}) is None
+
+
+def test_what_was_used_last_is_given_away_first_and_behind_what_it_builds_upon() -> None:
+    store = a_store(num_entries=8)
+    for path in ("a", "b"):
+        for i in range(3):
+            assert put(store, blocks(path, i, i + 1))
+    use(store, "a", 3)
+    given = [extent.keys for extent, _ in store.hottest(store.budget_bytes)]
+    assert given == [(block(path, i),) for path in ("a", "b") for i in range(3)]
+    some = [extent.keys for extent, _ in store.hottest(4 * (UNIT + ENTRY_BYTES))]
+    assert some == given[:4]
+    assert store.hottest(0) == []
+
+
+def test_what_became_of_extents_and_readings_is_counted() -> None:
+    store = a_store(4)
+    put(store, blocks("a", 0, 2))
+    put(store, blocks("a", 0, 2, by="other"))
+    put(store, blocks("b", 0, 4))
+    store.read([block("b", 0)])
+    store.read([block("a", 0)])
+    counts = store.counts
+    assert (counts.stored_extents, counts.duplicate_extents, counts.evicted_extents) == (2, 1, 1)
+    assert counts.reads == 1, "a's are gone: nothing was found"

@@ -450,3 +450,15 @@ def test_case_15_what_another_model_computed_of_the_same_prompt_is_no_hit() -> N
     cluster.members.set_engines(infos(B))
     assert cluster.place(prompt) == Placement(engine_id=B, expected_hit_tokens=304)
     cluster.members.check()
+
+
+def test_37_an_engine_that_comes_to_busy_ones_does_not_get_everything() -> None:
+    """Three are asked for 900 tokens a second each. The new one has its share at once, and no more."""
+    cluster = Cluster(A, B, C)
+    for i in range(300):
+        cluster.serve(tokens(i, 900), name=f"r{i}", takes_s=0.33)
+    cluster.engines[D] = Engine(D)
+    cluster.members.set_engines(infos(A, B, C, D))
+    cluster.answer_snapshots()
+    placed = [cluster.where(tokens(i, 900)) for i in range(300, 312)]
+    assert Counter(placed) == {A: 3, B: 3, C: 3, D: 3}

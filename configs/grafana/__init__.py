@@ -1,0 +1,1 @@
+"""A dashboard for Grafana: `shoal.json`, which `make.py` writes of `panels.py`."""
