@@ -14,7 +14,14 @@ from uuid import uuid4
 import fsspec
 import pytest
 
-from shoal.cluster.sources import LineProgress, ModelSourceError, ModelSources, ModelUnreachable, Part
+from shoal.cluster.sources import (
+    LineProgress,
+    ModelSourceError,
+    ModelSources,
+    ModelUnreachable,
+    Part,
+    resolve_config,
+)
 from shoal.cluster.sources import bucket as bucket_module
 from shoal.cluster.sources.bucket import Bucket
 from shoal.cluster.sources.cache import CheckpointCache
@@ -107,6 +114,12 @@ def test_a_front_door_gets_no_weights_but_uses_a_whole_checkpoint_if_there_is_on
     whole = world.node("both").resolve(world.url)
     assert whole.source == door.source
     assert world.node("both").fetch(door.source, Part.TEXT) == whole.directory
+
+
+def test_a_plan_needs_no_weights(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(world.root / "plan"))
+    folder = resolve_config(world.url)
+    assert (folder / "config.json").is_file() and not (folder / "model.safetensors").exists()
 
 
 def test_large_files_arrive_whole_in_pieces(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
