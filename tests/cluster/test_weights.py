@@ -45,7 +45,7 @@ def config_of(checkpoint: str) -> EngineConfig:
 
 
 def an_engine(node: str, name: str) -> Any:
-    return actor_on(node, EngineActor, EngineId(name), config_of(SOURCE), node_files.whole)
+    return actor_on(node, EngineActor, EngineId(name), config_of(SOURCE), fetch=node_files.whole)
 
 
 def test_two_engines_of_a_node_get_one_copy_of_its_own_and_a_front_door_no_weights(
@@ -55,7 +55,7 @@ def test_two_engines_of_a_node_get_one_copy_of_its_own_and_a_front_door_no_weigh
     card = ModelCard(name="m", checkpoint=SOURCE, max_model_len=64, block_size=16, fingerprint=b"")
     models = [DeploymentCard(deployment_id=DeploymentId("d"), model=card, weight=1)]
     with serve(hub) as url, a_node(here, url, HF_TOKEN=TOKEN) as node:
-        door = actor_on(node, IngressActor, HttpConfig(port=0), models, node_files.without_weights)
+        door = actor_on(node, IngressActor, HttpConfig(port=0), models, fetch=node_files.without_weights)
         info = ray.get(door.start.remote(), timeout=START_DEADLINE_S)
         assert info.node == node
         assert set(hub.downloads) == hub.files.keys() - {"model.safetensors"}
