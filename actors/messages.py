@@ -261,7 +261,7 @@ class ModelCard:
 
     name: str
     checkpoint: str
-    """A directory readable on every node that runs an ingress."""
+    """A directory on every node that runs an ingress, or what whoever made the ingress lets it get one by."""
     max_model_len: int
     """Prompt and output together, in tokens."""
     block_size: int
@@ -295,6 +295,8 @@ class EngineInfo:
     memory: str
     fingerprint: bytes
     """The root of its block keys; what the ingresses ask for must be named below the same."""
+    content: bytes = b""
+    """Of the checkpoint's configuration and weights, wherever and by which kernels it computes with them."""
     rule: BoundaryRule = field(default_factory=BoundaryRule)
     """What it needs beside blocks to take up a prefix."""
     block_bytes: int = 0

@@ -41,7 +41,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A directory, a .gguf file or a hub id (org/name). Default: SmolLM2-135M-Instruct."
+            help="A directory, a .gguf file, a hub id (org/name), s3:// or gs://. "
+            "Default: SmolLM2-135M-Instruct."
         ),
     ] = MODEL.model,
     *,
@@ -149,6 +150,9 @@ def serve(
     drain_timeout: Annotated[
         str, typer.Option(help="How long an engine that goes may take to finish what it has.")
     ] = format_duration(DEFAULT.drain_s),
+    start_timeout: Annotated[
+        str, typer.Option(help="How long an engine may take to get its model and to load it.")
+    ] = format_duration(MODEL.start_timeout_s),
     stop_grace: Annotated[
         str, typer.Option(help="How long open streams may go on when the cluster is stopped.")
     ] = format_duration(DEFAULT.stop_grace_s),

@@ -35,6 +35,8 @@ class EngineStatus:
     health: EngineHealth
     trouble: str | None
     """What failed and is being tried again, or what it waits for."""
+    doing: str | None
+    """What its start is at."""
 
 
 class Member:
@@ -190,6 +192,7 @@ class Deployment:
                 info=member.watched.info if member.watched.ready else None,
                 health=member.health,
                 trouble=self._trouble(member),
+                doing=member.watched.doing,
             )
             for member in self.members
         )
@@ -201,6 +204,8 @@ class Deployment:
         elif self._autoscaler is None or spec.autoscaling != self.spec.autoscaling:
             self._autoscaler = Autoscaler(spec.autoscaling, self._clock)
         self.spec = spec
+        for member in self.members:
+            member.watched.start_timeout_s = spec.start_timeout_s
 
     def autoscale(self) -> None:
         """See how many engines its load needs, if that is what decides."""
@@ -275,7 +280,24 @@ class Deployment:
         launch = partial(self._launcher.engine, self.spec, index)
         # once it has served, one that cannot start is no mistake of the whole
         essential = not self._has_been_ready
-        return Member(index, Watched(launch, self._clock, adopted, essential=essential), self._clock)
+        watched = Watched(
+            launch,
+            self._clock,
+            adopted,
+            essential=essential,
+            accept=self._accept,
+            start_timeout_s=self.spec.start_timeout_s,
+        )
+        return Member(index, watched, self._clock)
+
+    def _accept(self, info: EngineInfo) -> None:
+        """Of the same bytes as those that serve: else an answer would depend on where it is computed."""
+        for other in (member.watched.info for member in self.speaking):
+            if info.content != other.content:
+                raise ValueError(
+                    f"{self.spec.engine.checkpoint} on node {info.node[-8:]} has other weights or another "
+                    f"config.json than on node {other.node[-8:]}: make them the same"
+                )
 
 
 def _loss(member: Member, crowd: Mapping[str, int]) -> tuple[bool, int, int, int]:

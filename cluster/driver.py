@@ -18,6 +18,8 @@ from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
 POLL_S = 0.5
+DOING_S = 10.0
+"""How often the operator is told how far a start is."""
 STARTING_POLL_S = 0.1
 SILENCE_DEADLINE_S = 60.0
 HANG_DEADLINE_S = 15.0
@@ -34,8 +36,11 @@ class Account:
         took: StartTime,
         console: Console,
         on_ready: Callable[[ClusterStatus], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.was_ready = False
+        self._clock = clock
         self._spec = spec
         self._dashboard_url = dashboard_url
         self._took = took
@@ -43,6 +48,8 @@ class Account:
         self._on_ready = on_ready
         self._troubles: tuple[str, ...] = ()
         self._stores: set[StoreId] = set()
+        self._doing: dict[str, tuple[str, float]] = {}
+        """By engine, what was last told of its start, and when."""
 
     def say(self, line: str) -> None:
         self._console.print(line, **PLAIN)
@@ -56,6 +63,7 @@ class Account:
             if store.store_id not in self._stores:
                 self._stores.add(store.store_id)
                 self.say(f"{store.store_id}: {format_size(store.budget_bytes)} of host memory for prefixes")
+        self._take_starts(status)
         if self.was_ready:
             return
         if status.has_all_engines and status.engines:
@@ -65,6 +73,20 @@ class Account:
             self._took.until_here("front door")
             self._announce(status)
             self._on_ready(status)
+
+    def _take_starts(self, status: ClusterStatus) -> None:
+        """What the engines that start are at. A start of a few seconds is no news."""
+        now, doing = self._clock(), {}
+        for deployment in status.deployments:
+            for engine in deployment.engines:
+                if engine.doing:
+                    name = f"engine {engine.index} of {deployment.model}"
+                    before, told_at = self._doing.get(name, ("", now))
+                    if engine.doing != before and now - told_at >= DOING_S:
+                        self.say(f"{name}: {engine.doing}")
+                        before, told_at = engine.doing, now
+                    doing[name] = before, told_at
+        self._doing = doing
 
     def _announce(self, status: ClusterStatus) -> None:
         for engine in status.engines:

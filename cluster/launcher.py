@@ -16,6 +16,7 @@ from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.messages import DeploymentCard, DeploymentId, EngineHealth, EngineId, EngineInfo, IngressId
 from shoal.actors.router.actor import RouterActor
+from shoal.cluster import node_files
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec, namespace_of
@@ -66,6 +67,9 @@ class RayEngine(RayProcess):
             return not health.stalled
 
         return _then(self.actor.health.remote().future(), healthy)
+
+    def pulse(self) -> Future[Any]:
+        return _then(self.actor.doing.remote().future(), lambda doing: doing)
 
     def has_room(self) -> bool:
         return self._group is None or placement_group_table(self._group).get("state") == "CREATED"
@@ -146,7 +150,8 @@ class RayLauncher:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
         }
         try:
-            actor = self._launch(name, EngineActor, options, EngineId(name), config, self._of(deployment))
+            args = (EngineId(name), config, self._of(deployment), node_files.whole)
+            actor = self._launch(name, EngineActor, options, *args)
         except Exception:
             remove_placement_group(group)
             raise
@@ -170,7 +175,8 @@ class RayLauncher:
         if doorway.node:
             here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
-        actor = self._launch(doorway.name, IngressActor, options, doorway.http, models, self._labels)
+        args = (doorway.http, models, self._labels, node_files.without_weights)
+        actor = self._launch(doorway.name, IngressActor, options, *args)
         return RayIngress(doorway.name, actor, self._on_start)
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:

@@ -8,6 +8,7 @@ from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.watch import START_TIMEOUT_S
 from shoal.kvstore.layout import KVDtype
 
 
@@ -23,6 +24,8 @@ class ModelOptions:
     """None: `engines`, whatever the load is."""
     node_labels: Mapping[str, str] = field(default_factory=dict)
     """What a Ray node must be labelled with to host its engines."""
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long an engine may take to get the model and to load it."""
     threads: int | None = None
     memory_bytes: int | None = None
     max_model_len: int | None = None

@@ -23,7 +23,7 @@ from shoal.cluster.lifecycle import ServeError, changed, find_running, new_clust
 from shoal.cluster.options import ModelOptions, ServeOptions
 from shoal.cluster.readings import Reading, Readings
 from shoal.cluster.signals import stop_signal
-from shoal.cluster.sources import resolve_model
+from shoal.cluster.sources import Part, resolve_model
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
 from shoal.cluster.start_time import StartTime, process_age_s
 from shoal.cluster.work import Work, beside
@@ -44,7 +44,7 @@ def serve(options: ServeOptions, console: Console, work: Work | None = None) -> 
     took = StartTime(time.monotonic, before_s=process_age_s())
     took.until_here("command")
     _check_door(options)
-    models = [_read(model) for model in options.models]
+    models = [_read(model, is_ours=ray_address(options) == LOCAL) for model in options.models]
     # A wrong limit is refused before Ray is started.
     _spec(options, models, [_Share(threads=1, memory_bytes=1)] * len(models))
     took.until_here("model")
@@ -103,12 +103,15 @@ class _Model:
     lean: LeanModel | None
 
 
-def _read(options: ModelOptions) -> _Model:
-    checkpoint = resolve_model(options.model, revision=options.revision)
+def _read(options: ModelOptions, *, is_ours: bool) -> _Model:
+    """is_ours: the Ray, so that this node is its only one. Else each that hosts an engine gets the weights
+    itself."""
+    part = Part.WHOLE if is_ours else Part.TEXT
+    checkpoint = resolve_model(options.model, revision=options.revision, part=part)
     max_model_len, lean = _read_config(checkpoint.directory, options)
     card = ModelCard(
         name=options.served_model_name or checkpoint.name,
-        checkpoint=str(checkpoint.directory),
+        checkpoint=str(checkpoint.directory) if is_ours else checkpoint.source,
         max_model_len=max_model_len,
         block_size=options.block_size,
         fingerprint=b"",  # which kernels the nodes have is known when the first engine is ready
@@ -234,6 +237,7 @@ def _deployment(options: ServeOptions, model: _Model, share: _Share) -> Deployme
         autoscaling=said.autoscaling,
         labels=said.node_labels,
         routing_policy=options.routing_policy,
+        start_timeout_s=said.start_timeout_s,
         engine=EngineConfig(
             checkpoint=model.card.checkpoint,
             max_model_len=model.card.max_model_len,

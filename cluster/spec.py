@@ -10,6 +10,7 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import DeploymentId, HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
 from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.watch import START_TIMEOUT_S
 
 MAX_SLUG = 32
 """Of a model's name, in the names of its actors."""
@@ -31,14 +32,19 @@ class DeploymentSpec:
     num_engines: int = 1
     """To begin with, if it scales itself."""
     autoscaling: AutoscalingConfig | None = None
+    start_timeout_s: float = START_TIMEOUT_S
+    """How long an engine may take to get its model and to load it, from when a node has taken it in."""
 
     def __post_init__(self) -> None:
         if self.num_engines < 0:
             raise ValueError(f"--engines must be at least 0, got {self.num_engines}")
+        if self.start_timeout_s <= 0:
+            raise ValueError(f"--start-timeout must be above 0, got {self.start_timeout_s:g}")
 
     @property
     def deployment_id(self) -> DeploymentId:
-        """A readable name and a digest of all that its engines are made by; not of how many there are."""
+        """A readable name and a digest of all that its engines are made by; not of how many there are, nor
+        of how long they may take."""
         made_by = (self.model, self.engine, self.routing_policy, sorted(self.labels.items()))
         digest = hashlib.sha256(repr(made_by).encode()).hexdigest()[:6]
         slug = re.sub(r"[^a-z0-9]+", "-", self.model.name.lower()).strip("-")[:MAX_SLUG].strip("-")

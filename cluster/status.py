@@ -37,6 +37,7 @@ def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
                         "uncomputed_tokens": engine.health.uncomputed_tokens,
                         "prefill_tokens_per_s": round(engine.health.tokens_per_s, 1),
                         "trouble": engine.trouble,
+                        "doing": engine.doing,
                     }
                     for engine in deployment.engines
                 ],
@@ -65,7 +66,7 @@ def shown(status: dict[str, Any]) -> Group:
             table.add_row(
                 f"{model['model']}{outgoing}",
                 name,
-                Text(engine["phase"], style=STYLES.get(engine["phase"], "")),
+                _phase(engine),
                 (engine["node"] or "")[-8:],
                 str(engine["num_requests"]),
                 f"{engine['uncomputed_tokens']:,}",
@@ -79,3 +80,8 @@ def shown(status: dict[str, Any]) -> Group:
     lines += [Text(f"leaving node {node[-8:]}", style="cyan") for node in status["leaving_nodes"]]
     lines += [Text(trouble, style="yellow") for trouble in status["troubles"]]
     return Group(*lines)
+
+
+def _phase(engine: dict[str, Any]) -> Text:
+    said = f"{engine['phase']}: {engine['doing']}" if engine["doing"] else engine["phase"]
+    return Text(said, style=STYLES.get(engine["phase"], ""))

@@ -7,13 +7,13 @@ from enum import StrEnum
 from textwrap import shorten
 from typing import Any, Generic, Protocol, TypeVar
 
-START_DEADLINE_S = 900.0
-"""Loading a model may take this long: far longer than a ping may."""
+START_TIMEOUT_S = 900.0
+"""Unless chosen otherwise. Getting and loading a model may take this long: far longer than a ping may."""
 
 PING_DEADLINE_S = 10.0
 PING_INTERVAL_S = 1.0
 
-PULSE_DEADLINE_S = 60.0
+PULSE_DEADLINE_S, PULSE_INTERVAL_S = 60.0, 5.0
 """While it starts, libraries that are imported may keep its event loop for some seconds."""
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
@@ -37,7 +37,7 @@ class Process(Protocol):
         ...
 
     def pulse(self) -> Future[Any]:
-        """Answers while its event loop turns, be it ready or not."""
+        """Answers while its event loop turns, be it ready or not. A text is what its start is at."""
         ...
 
     def kill(self) -> None:
@@ -79,8 +79,14 @@ class Watched(Generic[P]):
         adopted: P | None = None,
         *,
         essential: bool = True,
+        accept: Callable[[Any], None] = lambda info: None,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
+        """accept: raises ValueError if one that says this of itself, once it is ready, is not wanted after
+        all. start_timeout_s: from when it was first heard."""
         self._launch = launch
+        self._accept = accept
+        self.start_timeout_s = start_timeout_s
         self._clock = clock
         self._process: P | None = None
         self._starting: _Call | None = None
@@ -97,6 +103,8 @@ class Watched(Generic[P]):
         self.adopting = adopted is not None
         """It was left by an earlier supervisor, and has not said yet that it is ready."""
         self.has_had_pulse = False
+        self.doing: str | None = None
+        """What its start is at, if it says so."""
         self.num_failures = 0
         """Of processes that it had, or could not have."""
         if adopted is not None:
@@ -132,7 +140,7 @@ class Watched(Generic[P]):
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-        self._process = self._starting = self._pulse = self._ping = self.info = None
+        self._process = self._starting = self._pulse = self._ping = self.info = self.doing = None
         self.adopting = False
 
     def _try_launch(self) -> None:
@@ -151,12 +159,12 @@ class Watched(Generic[P]):
         call = self._starting
         assert call is not None
         if not call.future.done():
-            if self._clock() - call.since > START_DEADLINE_S:
-                self._retry_later(TimeoutError(f"not started within {START_DEADLINE_S:.0f} s"))
+            if self._clock() - call.since > self.start_timeout_s:
+                self._retry_later(TimeoutError(f"not started within {self.start_timeout_s:.0f} s"))
             else:
-                self._check_pulse()
+                self._check_pulse(call)
             return
-        error = call.future.exception()
+        error = call.future.exception() or self._objection(call.future.result())
         if isinstance(error, ValueError) and self._may_be_fatal:
             self.fatal = str(error)
             self.kill()
@@ -164,17 +172,30 @@ class Watched(Generic[P]):
             self._retry_later(error)
         else:
             self.info = call.future.result()
-            self.trouble = self._starting = self._pulse = None
+            self.trouble = self._starting = self._pulse = self.doing = None
             self._may_be_fatal = self.adopting = False
             self._last_answer = self._clock()
 
-    def _check_pulse(self) -> None:
+    def _objection(self, info: Any) -> ValueError | None:
+        try:
+            self._accept(info)
+        except ValueError as error:
+            return error
+        return None
+
+    def _check_pulse(self, start: _Call) -> None:
         """One of which nothing was ever heard waits for room somewhere. But if it was adopted it may hang."""
         assert self._process is not None and self._pulse is not None
-        now, is_felt = self._clock(), self._pulse.future.done()
-        self.has_had_pulse = self.has_had_pulse or is_felt
-        if now - self._pulse.since > PULSE_DEADLINE_S:
-            if not is_felt and (self.has_had_pulse or self.adopting):
+        now, pulse = self._clock(), self._pulse
+        if pulse.future.done():
+            if not self.has_had_pulse:
+                self.has_had_pulse, start.since = True, now
+            if pulse.future.exception() is None:
+                self.doing = pulse.future.result() or None
+            if now - pulse.since > PULSE_INTERVAL_S:
+                self._pulse = _Call(self._process.pulse(), now)
+        elif now - pulse.since > PULSE_DEADLINE_S:
+            if self.has_had_pulse or self.adopting:
                 self._retry_later(TimeoutError(f"no sign of life within {PULSE_DEADLINE_S:.0f} s"))
             else:
                 self._pulse = _Call(self._process.pulse(), now)

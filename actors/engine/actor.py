@@ -6,12 +6,14 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
 
+from shoal.actors.checkpoint_files import Fetch, as_it_is
 from shoal.actors.engine.account import Account, Arrival, Turn
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.engine import Engine
@@ -58,11 +60,19 @@ class _Outbox(asyncio.Queue[TokenBatch | None]):
 class EngineActor:
     """Requests come in one call each; tokens go out on one stream an ingress, one item a step."""
 
-    def __init__(self, engine_id: EngineId, config: EngineConfig, labels: Labels = NO_LABELS) -> None:
-        """labels: of its metrics."""
+    def __init__(
+        self,
+        engine_id: EngineId,
+        config: EngineConfig,
+        labels: Labels = NO_LABELS,
+        fetch: Fetch = as_it_is,
+    ) -> None:
+        """labels: of its metrics. fetch: from config.checkpoint to a folder of this node."""
         self._engine_id = engine_id
         self._labels = labels
         self._config = config
+        self._fetch = fetch
+        self._doing = ""
         self._starting: asyncio.Task[EngineInfo] | None = None
         self._loop: EngineLoop | None = None
         self._outboxes: defaultdict[IngressId, _Outbox] = defaultdict(_Outbox)
@@ -89,6 +99,10 @@ class EngineActor:
 
     async def _start(self) -> EngineInfo:
         stopwatch = Stopwatch(time.monotonic)
+        folder = await asyncio.to_thread(self._fetch, self._config.checkpoint, self._tell)
+        self._config = replace(self._config, checkpoint=folder)
+        self._tell("loading the weights")
+        stopwatch.lap("files")
         # Beside the imports, which have the GIL: hashing needs neither that nor torch.
         digest = ThreadPoolExecutor(1).submit(digest_weights, self._config)
         from shoal.actors.engine.build import build_engine  # noqa: PLC0415  (torch takes seconds)
@@ -122,11 +136,19 @@ class EngineActor:
             backend=built.backend.name,
             memory=built.memory.describe(),
             fingerprint=built.fingerprint,
+            content=built.content,
             rule=built.layout.rule,
             block_bytes=built.memory.block_bytes,
             segment_bytes=built.memory.segment_bytes,
             took_s=(*stopwatch.laps, *built.took_s),
         )
+
+    async def doing(self) -> str:
+        """What its start is at, for people. Answers while the event loop turns, be it ready or not."""
+        return self._doing
+
+    def _tell(self, doing: str) -> None:
+        self._doing = doing
 
     async def introduce(
         self,

@@ -15,7 +15,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.engine import Engine
-from shoal.actors.engine.fingerprint import WeightsDigest, fingerprint
+from shoal.actors.engine.fingerprint import WeightsDigest, digest_content, fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
 from shoal.actors.engine.model_layout import ModelLayout, model_layout
 from shoal.actors.engine.models.choose import lean_model, numerics
@@ -90,6 +90,8 @@ class BuiltEngine:
     """What a step of max_num_batched_tokens takes here, by the layers of it that were rehearsed."""
     fingerprint: bytes
     """Names the root of all block keys."""
+    content: bytes
+    """Of the checkpoint."""
     scheduler: Scheduler
     rates: Rates
     """Of the stores. Fed by whoever fetches, asked by the scheduler."""
@@ -225,10 +227,11 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         num_segments=memory.num_segments,
         cache=config.prefix_cache,
     )
+    content = digest_content(config, weights)
     root = fingerprint(
         config,
         numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}",
-        weights=weights,
+        content=content,
     )
     rates = Rates(lambda: runner.tokens_per_s, time.monotonic)
     stores = StoreView(
@@ -248,6 +251,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         backend=backend,
         largest_step_s=largest_step_s,
         fingerprint=root,
+        content=content,
         scheduler=scheduler,
         rates=rates,
         took_s=stopwatch.laps,

@@ -12,7 +12,7 @@ from shoal.kvstore.layout import KVDtype
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     checkpoint: str
-    """A directory on the engine's node."""
+    """A directory on the engine's node, or what whoever made the engine lets it get one by."""
     max_model_len: int
     memory_bytes: int
     """Weights, state and KV blocks together."""

@@ -1,4 +1,8 @@
-"""What keys and values depend on beside the tokens: engines of one fingerprint may share them."""
+"""What keys and values depend on beside the tokens: engines of one fingerprint may share them.
+
+What they depend on of the checkpoint is its content, which has a digest of its own: all engines of a model
+must have the same, also where their kernels differ.
+"""
 
 import json
 import os
@@ -21,20 +25,28 @@ class WeightsDigest:
     pieces: tuple[bytes, ...]
 
 
-def fingerprint(config: EngineConfig, *, numerics_id: str, weights: WeightsDigest | None = None) -> bytes:
+def fingerprint(config: EngineConfig, *, numerics_id: str, content: bytes) -> bytes:
     """Equal only if the weights, the model's configuration and the numerics are, to the bit.
 
-    numerics_id: the backend's, and what the model's path adds. weights: what `digest_weights` said, if it was
-    asked; if files have come or changed since, it is asked again.
+    numerics_id: the backend's, and what the model's path adds.
     """
-    checkpoint = Path(config.checkpoint)
     about = {
-        "config.json": json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
+        "content": content.hex(),
         "numerics_id": numerics_id,
         "block_size": config.block_size,
         "kv_cache_dtype": config.kv_cache_dtype,
     }
-    whole = sha256(json.dumps(about, sort_keys=True).encode())
+    return sha256(json.dumps(about, sort_keys=True).encode()).digest()
+
+
+def digest_content(config: EngineConfig, weights: WeightsDigest | None = None) -> bytes:
+    """Of the model's configuration and weights.
+
+    weights: what `digest_weights` said, if it was asked. It is asked again if files have changed since.
+    """
+    checkpoint = Path(config.checkpoint)
+    configuration = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    whole = sha256(json.dumps(configuration, sort_keys=True).encode())
     if weights is None or weights.files != _files(checkpoint):
         weights = digest_weights(config)
     for piece in weights.pieces:

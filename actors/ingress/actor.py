@@ -9,10 +9,12 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
+from shoal.actors.checkpoint_files import Fetch, as_it_is
 from shoal.actors.ingress.interpreter import settle
 from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
@@ -31,19 +33,28 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
+RELOAD_S = 10.0
+"""After a tokenizer could not be had: it may have to come from afar."""
+
 
 class IngressActor:
     """A new id each time the process starts: the engines drop what an earlier one had asked for."""
 
     def __init__(
-        self, http: HttpConfig, models: Sequence[DeploymentCard], labels: Labels = NO_LABELS
+        self,
+        http: HttpConfig,
+        models: Sequence[DeploymentCard],
+        labels: Labels = NO_LABELS,
+        fetch: Fetch = as_it_is,
     ) -> None:
         """models: whose tokenizers are loaded before it listens; it may be told of others later.
 
-        labels: of its metrics.
+        labels: of its metrics. fetch: from a card's checkpoint to a folder of this node, which need not have
+        weights.
         """
         self._labels = labels
         self._http = http
+        self._fetch = fetch
         self._cards = models
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
         self._streams: dict[DeploymentId, EngineStreams] = {}
@@ -92,14 +103,15 @@ class IngressActor:
         from shoal.actors.ingress.models import ServedModel  # noqa: PLC0415
         from shoal.actors.ingress.text import TextCodec  # noqa: PLC0415
 
-        codec = await asyncio.to_thread(TextCodec.load, card.model.checkpoint)
+        folder = await asyncio.to_thread(self._fetch, card.model.checkpoint, logger.info)
+        codec = await asyncio.to_thread(TextCodec.load, folder)
         name = f"{self._ingress_id}/{card.deployment_id}"
         streams = EngineStreams(self._ingress_id, card.model.block_size, name)
         self._streams[card.deployment_id] = streams
         self._models.add(
             ServedModel(
                 deployment_id=card.deployment_id,
-                card=card.model,
+                card=replace(card.model, checkpoint=folder),
                 codec=codec,
                 dispatcher=streams,
                 weight=card.weight,
@@ -140,9 +152,11 @@ class IngressActor:
             return
 
         def loaded(task: asyncio.Task[None]) -> None:
-            del self._loading[card.deployment_id]
-            if not task.cancelled() and (error := task.exception()):
-                logger.error("the tokenizer of %s is not read: %s", card.model.name, error)
+            if task.cancelled() or not (error := task.exception()):
+                del self._loading[card.deployment_id]
+                return
+            logger.error("the tokenizer of %s is not read: %s", card.model.name, error)
+            asyncio.get_running_loop().call_later(RELOAD_S, self._loading.pop, card.deployment_id)
 
         task = asyncio.create_task(self._load(card))
         self._loading[card.deployment_id] = task

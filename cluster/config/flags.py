@@ -9,6 +9,7 @@ AUTOSCALING = f"{MODEL}.autoscaling_config"
 FIELD_OF = {
     "model": f"{MODEL}.model_source",
     "revision": f"{MODEL}.revision",
+    "start_timeout": f"{MODEL}.start_timeout",
     "served_model_name": f"{MODEL}.model_id",
     "engines": f"{MODEL}.num_replicas",
     **{name: f"{MODEL}.engine_kwargs.{name}" for name in EngineKwargs.model_fields},

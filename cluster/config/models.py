@@ -184,7 +184,7 @@ class Model(Section):
     model_id: Text | None = _MODEL.served_model_name
     """The name that clients ask for. Not said: the source's."""
     model_source: Text | None = _MODEL.model
-    """A directory, a .gguf file or a hub id (org/name). Not said: SmolLM2-135M-Instruct."""
+    """A directory, a .gguf file, a hub id (org/name), s3:// or gs://. Not said: SmolLM2-135M-Instruct."""
     revision: Text | None = _MODEL.revision
     """Branch, tag or commit of a hub model."""
     accelerator_type: Text | None = None
@@ -196,6 +196,8 @@ class Model(Section):
     """Engines to run."""
     autoscaling_config: Autoscaling | None = None
     """As many engines as there is work for; num_replicas is how many there are to begin with."""
+    start_timeout: Duration = _MODEL.start_timeout_s
+    """How long an engine may take to get the model and to load it."""
 
     def options(self) -> ModelOptions:
         engine: dict[str, Any] = dict(self.engine_kwargs)
@@ -208,6 +210,7 @@ class Model(Section):
             engines=self.num_replicas,
             autoscaling=None if scaling is None else AutoscalingConfig(**dict(scaling)),
             node_labels={**self.node_labels, **accelerator},
+            start_timeout_s=self.start_timeout,
             memory_bytes=engine.pop("memory"),
             **engine,
         )

@@ -3,7 +3,7 @@
 Whoever adds the feature deletes its line here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,30 +13,21 @@ from shoal.cluster.config.models import ClusterConfig
 from shoal.cluster.config.problems import Place, parsed
 
 
-def _is_a_bucket(source: Any) -> bool:
-    return str(source).startswith(("s3://", "gs://"))
-
-
 @dataclass(frozen=True, slots=True)
 class NotYet:
     field: str
-    """* is each item of a list. It is refused where it is not as in a file that says nothing,"""
+    """* is each item of a list. It is refused where it is not as in a file that says nothing."""
     instead: str
-    only: Callable[[Any], bool] = lambda _: True
-    """and only if its value is such."""
 
 
-NOT_YET = (
-    NotYet("models.*.model_source", "copy it to a directory that every node has", only=_is_a_bucket),
-    NotYet("models.*.accelerator_type", "leave it out: engines compute on CPUs"),
-)
+NOT_YET = (NotYet("models.*.accelerator_type", "leave it out: engines compute on CPUs"),)
 
 
 def find_not_yet(config: ClusterConfig) -> Iterator[tuple[Place, str]]:
     """Each field that asks for what cannot be had, and what to do instead."""
     for entry in NOT_YET:
         for place, value, default in _values(config, parsed(entry.field)):
-            if value != default and entry.only(value):
+            if value != default:
                 yield place, f"is not served by this version: {entry.instead}"
 
 

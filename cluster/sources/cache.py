@@ -9,7 +9,7 @@ from glob import escape
 from pathlib import Path
 from secrets import token_hex
 
-from shoal.cluster.sources.checkpoint import ModelSourceError, find_problems
+from shoal.cluster.sources.checkpoint import ModelSourceError, Part, find_problems
 
 RECIPE_FILE = "shoal_recipe.txt"
 
@@ -37,13 +37,13 @@ class CheckpointCache:
     def from_environment(cls) -> "CheckpointCache":
         return cls(cache_root() / "models")
 
-    def find(self, name: str, *, recipe: str) -> Path | None:
+    def find(self, name: str, *, recipe: str, part: Part = Part.WHOLE) -> Path | None:
         directory = self.root / name
         try:
             made_by = (directory / RECIPE_FILE).read_text(encoding="utf-8")
         except OSError:
             return None
-        return directory if made_by == recipe and not find_problems(directory) else None
+        return directory if made_by == recipe and not find_problems(directory, part) else None
 
     def find_or_build(
         self,
@@ -52,22 +52,24 @@ class CheckpointCache:
         recipe: str,
         build: Callable[[Path], Path],
         waiting: Callable[[], AbstractContextManager[object]],
+        part: Part = Part.WHOLE,
     ) -> Path:
-        """The checkpoint of that name; `build` makes it inside a scratch folder and returns where.
+        """The checkpoint of that name, or a part of one; `build` makes it in a scratch folder and says where.
 
         `waiting` is entered while another process holds the lock, which may be for as long as a build takes.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with self._locked(name, waiting):
-                return self.find(name, recipe=recipe) or self._build(name, recipe, build)
+                found = self.find(name, recipe=recipe, part=part)
+                return found or self._build(name, recipe, build, part)
         except OSError as error:
             raise ModelSourceError(
                 f"cannot write a checkpoint to {self.root} ({error.strerror or error}):"
                 " free some space, or set SHOAL_CACHE to another directory"
             ) from error
 
-    def _build(self, name: str, recipe: str, build: Callable[[Path], Path]) -> Path:
+    def _build(self, name: str, recipe: str, build: Callable[[Path], Path], part: Part) -> Path:
         for left_behind in self.root.glob(f".{escape(name)}.scratch-*"):
             shutil.rmtree(left_behind, ignore_errors=True)
         # A fresh name each time: the child of a killed start may still be writing into the old one.
@@ -75,7 +77,7 @@ class CheckpointCache:
         scratch.mkdir()
         try:
             finished = build(scratch)
-            if problems := find_problems(finished):
+            if problems := find_problems(finished, part):
                 raise ModelSourceError(*problems)
             (finished / RECIPE_FILE).write_text(recipe, encoding="utf-8")
             directory = self.root / name

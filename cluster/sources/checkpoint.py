@@ -1,9 +1,14 @@
-"""What a folder must hold to be served: config.json, a tokenizer, and whole safetensors files."""
+"""What a folder must hold to be served: config.json, a tokenizer, and whole safetensors files.
+
+A front door needs all but the weights.
+"""
 
 import json
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from shoal.cluster.package import hint_in_a_package
@@ -14,12 +19,46 @@ TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.
 """Any of these sets is enough for transformers to build the tokenizer."""
 
 
+WEIGHTS_FILES = ("*.safetensors", "*.safetensors.index.json")
+TEXT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+UNNEEDED_FILES = ("*/*", "consolidated*")
+"""Other formats of the same weights, which some models keep in subfolders or beside them."""
+
+
+class Part(StrEnum):
+    """Of a model's files."""
+
+    WHOLE = "whole"
+    TEXT = "text"
+    """Configuration and tokenizer, without the weights."""
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return TEXT_FILES if self is Part.TEXT else (*TEXT_FILES, *WEIGHTS_FILES)
+
+    def has(self, name: str) -> bool:
+        """Whether a file of a model's folder is of it."""
+        wanted = any(fnmatchcase(name, pattern) for pattern in self.files)
+        return wanted and not any(fnmatchcase(name, pattern) for pattern in UNNEEDED_FILES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A local folder that can be served, and the name that clients ask for."""
+    """A local folder that can be served, the name that clients ask for, and where others get the same."""
 
     directory: Path
     name: str
+    source: str
+    """See `sources.pinned`."""
 
 
 class ModelSourceError(Exception):
@@ -33,17 +72,22 @@ class ModelSourceError(Exception):
         return "\n".join(self.problems)
 
 
+class ModelUnreachable(ModelSourceError):
+    """So is it now; it may be had later."""
+
+
 def check_checkpoint(directory: Path) -> None:
     """Raise with every problem of the folder at once, so that a person fixes it in one go."""
     if problems := find_problems(directory):
         raise ModelSourceError(*problems)
 
 
-def find_problems(directory: Path) -> list[str]:
+def find_problems(directory: Path, part: Part = Part.WHOLE) -> list[str]:
     if not directory.is_dir():
-        problem = f"{directory} is not a directory: give a checkpoint folder, a .gguf file, or a hub id"
-        return [problem + hint_in_a_package()]
-    return [*config_problems(directory), *_weights_problems(directory), *_tokenizer_problems(directory)]
+        choice = "give a checkpoint folder, a .gguf file, a hub id, s3:// or gs://"
+        return [f"{directory} is not a directory: {choice}{hint_in_a_package()}"]
+    weights = _weights_problems(directory) if part is Part.WHOLE else ()
+    return [*config_problems(directory), *weights, *_tokenizer_problems(directory)]
 
 
 def config_problems(directory: Path) -> Iterator[str]:

@@ -1,7 +1,15 @@
-"""Models of a Hugging Face hub, kept in the hub library's own cache."""
+"""Models of a Hugging Face hub, kept in the hub library's own cache.
 
+That keeps a list of all files of a commit before the first of them, a lock for each, and moves a file into
+place when it is whole. So of a download that is killed nothing counts as there that is not, what is there is
+not fetched again, and of many that want a file at once one fetches it. The token is the library's affair:
+HF_TOKEN, or a file that HF_TOKEN_PATH names.
+"""
+
+import errno
 import logging
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -9,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 import httpx
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -20,23 +28,20 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import tqdm
 
-from shoal.cluster.sources.checkpoint import ModelSourceError, config_problems, find_problems
+from shoal.cluster.sources.checkpoint import (
+    UNNEEDED_FILES,
+    ModelSourceError,
+    ModelUnreachable,
+    Part,
+    config_problems,
+    find_problems,
+)
 from shoal.cluster.sources.progress import Progress, Step
 
-NEEDED_FILES = [
-    "config.json",
-    "generation_config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template*",
-]
-UNNEEDED_FILES = ["*/*", "consolidated*"]
-"""Other formats of the same weights, which some models keep in subfolders or beside them."""
+LOCAL_TROUBLES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Of a disk that is full, or may not be written."""
+
+TOKEN = "HF_TOKEN, or HF_TOKEN_PATH to a file with one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +57,52 @@ class Hub:
         endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
         return cls(endpoint=endpoint, offline=constants.HF_HUB_OFFLINE)
 
-    def fetch(self, model: str, *, revision: str | None, progress: Progress, answer_within_s: float) -> Path:
-        """The folder of a model's needed files: from the hub if it answers, else from its cache."""
+    def fetch(
+        self,
+        model: str,
+        *,
+        revision: str | None,
+        progress: Progress,
+        answer_within_s: float,
+        part: Part = Part.WHOLE,
+    ) -> Path:
+        """The folder of a model's needed files, named by their commit: from the hub if it answers, else from
+        its cache. A commit that is there is not asked for again."""
+        if revision and (kept := self._kept(model, revision, part)):
+            return kept
         reachable = not self.offline and self._answers(model, within_s=answer_within_s)
         try:
             # The configuration first: what cannot be served is refused before gigabytes of it are fetched.
             folder = self._snapshot(model, revision, ["config.json"], reachable=reachable, step=None)
             if not (problems := list(config_problems(folder))):
                 with progress.step(f"fetching {model}") as step:
-                    folder = self._snapshot(model, folder.name, NEEDED_FILES, reachable=reachable, step=step)
-                problems = find_problems(folder)
+                    files = list(part.files)
+                    folder = self._snapshot(model, folder.name, files, reachable=reachable, step=step)
+                problems = find_problems(folder, part)
+            if not problems and part is Part.TEXT and reachable:
+                problems = self._weights_problems(model, folder.name)
         except Exception as error:  # the library raises its own, its HTTP client's and the system's errors
-            raise ModelSourceError(self._explain(error, model, revision, reachable=reachable)) from error
+            raise self._explained(error, model, revision, reachable=reachable) from error
         if problems:
             raise ModelSourceError(*(f"{model}: {problem}" for problem in problems))
         return folder
+
+    def _kept(self, model: str, revision: str, part: Part) -> Path | None:
+        """What the cache has whole of a commit, which never changes."""
+        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+            return None
+        try:
+            folder = self._snapshot(model, revision, list(part.files), reachable=False, step=None)
+        except LocalEntryNotFoundError:
+            return None
+        return None if find_problems(folder, part) else folder
+
+    def _weights_problems(self, model: str, commit: str) -> list[str]:
+        """Whether there are any that can be served, as far as that can be said without them."""
+        names = HfApi(endpoint=self.endpoint).list_repo_files(model, revision=commit)
+        if any(name.endswith(".safetensors") and Part.WHOLE.has(name) for name in names):
+            return []
+        return [f"{self.endpoint} has no safetensors weights of it: a safetensors checkpoint is needed"]
 
     def fetch_config(self, model: str, *, revision: str | None, answer_within_s: float) -> Path:
         """A folder that has at least the model's config.json: from the hub if it answers, else its cache."""
@@ -74,7 +110,7 @@ class Hub:
         try:
             folder = self._snapshot(model, revision, ["config.json"], reachable=reachable, step=None)
         except Exception as error:  # as above
-            raise ModelSourceError(self._explain(error, model, revision, reachable=reachable)) from error
+            raise self._explained(error, model, revision, reachable=reachable) from error
         if not (folder / "config.json").is_file():
             raise ModelSourceError(f"{model}: has no config.json")
         return folder
@@ -93,7 +129,7 @@ class Hub:
                     cache_dir=self.cache_dir,
                     local_files_only=not reachable,
                     allow_patterns=files,
-                    ignore_patterns=UNNEEDED_FILES,
+                    ignore_patterns=list(UNNEEDED_FILES),
                     tqdm_class=_bar_class(step),
                 )
             )
@@ -110,24 +146,35 @@ class Hub:
         except Empty:
             return False
 
-    def _explain(self, error: Exception, model: str, revision: str | None, *, reachable: bool) -> str:
+    def _explained(
+        self, error: Exception, model: str, revision: str | None, *, reachable: bool
+    ) -> ModelSourceError:
+        kind = ModelSourceError
         match error:
             case GatedRepoError():
-                why = f"is gated: accept its terms at {self.endpoint}/{model}, then set HF_TOKEN"
+                why = f"is gated: accept its terms at {self.endpoint}/{model}, then set {TOKEN}"
             case RepositoryNotFoundError():
-                why = f"is neither a directory here nor at {self.endpoint}; a private model needs HF_TOKEN"
+                why = f"is neither a directory here nor at {self.endpoint}; a private model needs {TOKEN}"
             case RevisionNotFoundError():
                 why = f"has no revision {revision!r} at {self.endpoint}"
             case LocalEntryNotFoundError() if self.offline:
                 why = "is not in the hub cache, and HF_HUB_OFFLINE is set: unset it, or name a directory"
             case LocalEntryNotFoundError() if not reachable:
+                kind = ModelUnreachable
                 why = f"is not in the hub cache, and {self.endpoint} does not answer: name a directory"
+            case HfHubHTTPError() if error.response.status_code in (401, 403):
+                why = f"is refused by {self.endpoint}: set {TOKEN} that may read it"
             case HfHubHTTPError():
+                kind = ModelUnreachable
                 why = f"cannot be had: {self.endpoint} answers with status {error.response.status_code}"
+            case OSError() if error.errno in LOCAL_TROUBLES:
+                cache = self.cache_dir or constants.HF_HUB_CACHE
+                why = f"cannot be written to {cache} ({error.strerror}): free some space, or set HF_HOME"
             case _:
+                kind = ModelUnreachable
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
                 why = f"cannot be downloaded from {self.endpoint}: {reason}"
-        return f"{model} {why}"
+        return kind(f"{model} {why}")
 
 
 def _responds(url: str, timeout_s: float) -> bool:

@@ -51,6 +51,7 @@ def serve(*arguments: str) -> str:
         (["--name", "a b"], "--name may have letters"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read (No such file or directory)"),
         (["--port", "65534", "--ingresses", "3"], "--port 65534 leaves no room for 3 ingresses"),
+        (["--start-timeout", "0"], "--start-timeout"),
         (["--port", "0", "--ingresses", "30000"], "choose --host or lower --ingresses"),
         (["--api-key", ""], "--api-key must not be empty: say it, or leave it out"),
         (["--admin-key", " "], "--admin-key must not be empty: say it, or leave it out"),

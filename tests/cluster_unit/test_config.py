@@ -201,7 +201,6 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ("text", "fields"),
     [
         ("models: [{accelerator_type: H200}]", ["models[0].accelerator_type"]),
-        ("models: [{model_source: 's3://bucket/a'}]", ["models[0].model_source"]),
     ],
 )
 def test_what_this_version_cannot_do_is_refused_and_never_ignored(

