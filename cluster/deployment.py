@@ -81,6 +81,11 @@ class Member:
         if self.draining_since is None:
             self.draining_since = self._clock()
 
+    @property
+    def _has_settled(self) -> bool:
+        """Whether it was asked what it has to do since nothing more can have come."""
+        return self.draining_since is not None and self.watched.answered_at > self.draining_since + SETTLE_S
+
     def tick(self, drain_s: float) -> bool:
         """False once it is gone."""
         if self.watched.state is State.ABSENT:
@@ -94,7 +99,7 @@ class Member:
                 return False
             return True
         since = self._clock() - self.draining_since
-        is_done = since > SETTLE_S and not self.health.num_requests
+        is_done = self._has_settled and not self.health.num_requests
         if self.watched.ready and not is_done and since < drain_s:
             return True
         self.watched.kill()

@@ -1,5 +1,7 @@
 """`shoal serve`: from what was said to what a cluster is to be, in a Ray that is joined or started."""
 
+import errno
+import random
 import socket
 import threading
 import time
@@ -30,6 +32,7 @@ from shoal.cluster.work import Work, beside
 from shoal.kvstore.sizes import format_size
 
 MAX_PORT = 65535
+LISTENED_ON = range(20_000, 32_768)
 
 PREDECESSOR_DEADLINE_S = 45.0
 """A lease is 15 s, and its cluster then takes as long as any to end."""
@@ -269,14 +272,22 @@ def _listeners(first: HttpConfig, num: int, running: Sequence[HttpConfig] = ()) 
 
 
 def _free_ports(host: str, num: int) -> list[int]:
+    """Below those that the system gives to whoever connects somewhere: one of these might be taken again
+    before an ingress listens on it."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    ports: list[int] = []
     with ExitStack() as stack:
-        try:
-            probes = [stack.enter_context(socket.socket(family)) for _ in range(num)]
-            for probe in probes:
-                probe.bind((host, 0))
-        except OSError as error:
-            reason = error.strerror or str(error)
-            fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
-            raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
-        return [int(probe.getsockname()[1]) for probe in probes]
+        for port in random.sample(LISTENED_ON, len(LISTENED_ON)):
+            if len(ports) == num:
+                return ports
+            probe = stack.enter_context(socket.socket(family))
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                reason = error.strerror or str(error)
+                fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
+                raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
+            ports.append(port)
+    raise ServeError(f"cannot listen on {host}: too few ports are free; choose --host or lower --ingresses")

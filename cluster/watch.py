@@ -105,6 +105,8 @@ class Watched(Generic[P]):
         self.has_had_pulse = False
         self.doing: str | None = None
         """What its start is at, if it says so."""
+        self.answered_at = 0.0
+        """When the last ping that was answered had been sent."""
         self.num_failures = 0
         """Of processes that it had, or could not have."""
         if adopted is not None:
@@ -209,6 +211,7 @@ class Watched(Generic[P]):
         elif self._ping.future.done():
             error = self._ping.future.exception()
             if error is None and self._ping.future.result():
+                self.answered_at = self._ping.since
                 self._ping = None
                 self._last_answer = now
                 self._retry_s = FIRST_RETRY_S

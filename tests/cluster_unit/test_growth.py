@@ -69,7 +69,18 @@ def test_what_was_placed_just_before_it_drains_may_still_arrive() -> None:
     cluster.supervisor.scale("m", 1)
     cluster.passes(SETTLE_S)
     assert len(alive(cluster)) == 2, "nothing to do yet, as far as one knows"
+    cluster.passes(2.5)
+    assert len(alive(cluster)) == 1
+
+
+def test_what_an_engine_said_before_the_last_could_arrive_is_not_believed() -> None:
+    cluster = with_engines(2)
     cluster.passes(1.0)
+    cluster.supervisor.scale("m", 1)
+    for _ in range(12):  # its pings wait
+        cluster.tick(after_s=0.5)
+    assert len(alive(cluster)) == 2
+    cluster.passes(2.0)
     assert len(alive(cluster)) == 1
 
 
@@ -98,14 +109,14 @@ def test_an_engine_that_dies_while_it_drains_is_not_started_again() -> None:
 def test_of_equal_engines_the_one_goes_that_empties_a_node() -> None:
     cluster = with_engines(3, nodes=["crowded", "lonely", "crowded"])
     cluster.supervisor.scale("m", 2)
-    cluster.passes(4.0)
+    cluster.passes(6.0)
     assert alive(cluster) == ["engine-0-0", "engine-2-2"]
 
 
 def test_scaled_to_none_and_back() -> None:
     cluster = with_engines(1)
     cluster.supervisor.scale(None, 0)
-    cluster.passes(4.0)
+    cluster.passes(6.0)
     assert (alive(cluster), cluster.supervisor.status().ready) == ([], True)
     cluster.supervisor.scale(None, 1)
     cluster.passes(2.0)
@@ -257,7 +268,7 @@ def test_a_change_that_cannot_start_leaves_what_serves_alone() -> None:
     assert any("not enough memory" in trouble for trouble in status.troubles)
     assert not status.ready, "it is not yet what it is to be"
     cluster.supervisor.apply(cluster.spec)
-    cluster.passes(4.0)
+    cluster.passes(6.0)
     status = cluster.supervisor.status()
     assert (status.ready, status.troubles, alive(cluster)) == (True, (), ["engine-0-0", "engine-1-1"])
 
