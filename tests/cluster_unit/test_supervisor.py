@@ -142,6 +142,7 @@ class FakeLauncher:
     ingresses: list[FakeIngress] = field(default_factory=list)
     stores: list[FakeStore] = field(default_factory=list)
     to_adopt: list[FakeEngine] = field(default_factory=list)
+    to_adopt_of: dict[DeploymentId, list[FakeEngine]] = field(default_factory=dict)
     stores_to_adopt: list[FakeStore] = field(default_factory=list)
     router_to_adopt: FakeRouter | None = None
     ingresses_to_adopt: dict[str, FakeIngress] = field(default_factory=dict)
@@ -179,7 +180,7 @@ class FakeLauncher:
         return self.stores[-1]
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[FakeEngine]:
-        return self.to_adopt
+        return self.to_adopt_of.get(deployment.deployment_id, self.to_adopt)
 
     def adopt_router(self, deployment: DeploymentSpec) -> FakeRouter | None:
         return self.router_to_adopt
