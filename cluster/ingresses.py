@@ -19,7 +19,8 @@ class _Leaving:
 
 
 class Ingresses:
-    """One whose doorway is gone, or whose node is to be left, closes, and ends when its streams have."""
+    """One whose doorway is gone, or is on a node that is to be left, closes, and ends when its streams have.
+    Those that are counted stay beside the supervisor: closed there they would only open there again."""
 
     def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
         self._launcher = launcher
@@ -27,7 +28,7 @@ class Ingresses:
         self._adopted = dict(launcher.adopt_ingresses())
         self._open: dict[str, Watched[IngressProcess]] = {}
         self._closing: dict[str, _Leaving] = {}
-        self._has_been_ready = False
+        self._has_been_ready = bool(self._adopted)
         self._num_failures_gone = 0  # of those whose doorways are gone
 
     @property
@@ -68,8 +69,7 @@ class Ingresses:
     ) -> None:
         wanted = {doorway.name: doorway for doorway in doorways if doorway.node not in leaving}
         for name in list(self._open):
-            watched = self._open[name]
-            if name not in wanted or (watched.ready and watched.info.node in leaving):
+            if name not in wanted and not self._open[name].adopting:
                 self._close(name, drain_s)
         for name, doorway in wanted.items():
             if name not in self._open and name not in self._closing:
@@ -77,8 +77,8 @@ class Ingresses:
                 adopted = self._adopted.pop(name, None)
                 essential = not self._has_been_ready
                 self._open[name] = Watched(launch, self._clock, adopted, essential=essential)
-        for left in self._adopted.values():
-            left.kill()
+        for name, left in self._adopted.items():  # it was closing, and may have streams: it goes on with that
+            self._open[name] = Watched(_never, self._clock, left)
         self._adopted.clear()
         for watched in self._open.values():
             watched.tick()
@@ -107,6 +107,10 @@ class Ingresses:
             self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)
         else:
             watched.kill()
+
+
+def _never() -> IngressProcess:
+    raise RuntimeError("it has no doorway any more")
 
 
 CLOSING_S = 5.0
