@@ -118,6 +118,9 @@ def test_flags_override_a_file(file: Path) -> None:
         ("http: {host: 10.5}", "FILE:1: http.host must be text, got 10.5: put it in quotes"),
         ("http: {host: ''}", "FILE:1: http.host must not be empty: say it, or leave it out"),
         ("http: {api_key: 12345}", "FILE:1: http.api_key must be text, got another: put it in quotes"),
+        ("http: {admin_key: 12345}", "FILE:1: http.admin_key must be text, got another: put it in quotes"),
+        ("http: {admin_key_hash: 12345}",
+         "FILE:1: http.admin_key_hash must be text, got another: put it in quotes"),
         ("http: {tls: {key: a.pem}}", "FILE:1: http.tls.certificate is missing: say it too"),
         ("http:\n  port: 65534\n  ingresses: 3",
          "FILE:2: http.port 65534 leaves no room for 3 ingresses: lower one of them"),
@@ -157,6 +160,7 @@ def test_flags_override_a_file(file: Path) -> None:
         ("name: \x07",
          "FILE:1: is not YAML: unacceptable character #x0007: special characters are not allowed"),
         ("name: &a [*a]", "FILE:1: name must be text, got a list: put it in quotes"),
+        ("name: " + 2000 * "[", "FILE:1: is nested too deeply: flatten it"),
         ("name: 2026-99-99", "FILE:1: is not YAML: month must be in 1..12"),
     ],
 )  # fmt: skip
