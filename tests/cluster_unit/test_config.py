@@ -130,6 +130,7 @@ def test_flags_override_a_file(file: Path) -> None:
         ("routing_policy: magic", "FILE:1: routing_policy must be 'cost', 'round_robin', 'least_loaded' or "
          "'greedy_prefix', got 'magic'"),
         ("stop_grace: soon", "FILE:1: stop_grace: 'soon' is not a duration; write it like 30s or 5m"),
+        ("stop_grace: 99999999h", "FILE:1: stop_grace must be at most 604800, got '99999999h'"),
         ("stop_grace: yes", "FILE:1: stop_grace must be a duration; write it like 30s or 5m"),
         ("kv_store: {memory: lots}",
          "FILE:1: kv_store.memory: 'lots' is not a memory size; write it like 4GiB or 512MiB"),
