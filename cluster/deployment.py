@@ -111,13 +111,20 @@ class Deployment:
     now, which is fewer while they take others' place. Those that drain are beside them."""
 
     def __init__(
-        self, spec: DeploymentSpec, launcher: Launcher, clock: Callable[[], float], *, drain_s: float
+        self,
+        spec: DeploymentSpec,
+        launcher: Launcher,
+        clock: Callable[[], float],
+        *,
+        drain_s: float,
+        has_served: bool = False,
     ) -> None:
+        """has_served: under an earlier supervisor."""
         self.spec = spec
         self._launcher = launcher
         self._clock = clock
         self.drain_s = drain_s
-        self._has_been_ready = False
+        self.has_served = has_served
         self._num_failures_gone = 0
         self.known_router = launcher.adopt_router(spec)
         """The last that was ready, or was found. The others are told of it while it is away as well: they
@@ -234,7 +241,7 @@ class Deployment:
         for member in list(self.members):
             if not member.tick(self.drain_s):
                 self._forget(member)
-        self._has_been_ready = self._has_been_ready or bool(self.ready)
+        self.has_served = self.has_served or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:
         """Let that engine go when another has come in its place. False if there is none."""
@@ -295,7 +302,7 @@ class Deployment:
     def _member(self, index: int, adopted: EngineProcess | None) -> Member:
         launch = partial(self._launcher.engine, self.spec, index)
         # once it has served, one that cannot start is no mistake of the whole
-        essential = not self._has_been_ready
+        essential = not self.has_served
         return Member(index, Watched(launch, self._clock, adopted, essential=essential), self._clock)
 
 

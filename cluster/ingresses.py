@@ -29,6 +29,8 @@ class Ingresses:
         self._open: dict[str, Watched[IngressProcess]] = {}
         self._closing: dict[str, _Leaving] = {}
         self._has_been_ready = bool(self._adopted)
+        self._models: Sequence[DeploymentCard] = ()
+        """What is served now."""
         self._num_failures_gone = 0  # of those whose doorways are gone
 
     @property
@@ -67,13 +69,14 @@ class Ingresses:
         leaving: Set[str],
         drain_s: float,
     ) -> None:
+        self._models = models
         wanted = {doorway.name: doorway for doorway in doorways if doorway.node not in leaving}
         for name in list(self._open):
             if name not in wanted and not self._open[name].adopting:
                 self._close(name, drain_s)
         for name, doorway in wanted.items():
             if name not in self._open and name not in self._closing:
-                launch = partial(self._launcher.ingress, doorway, models)
+                launch = partial(self._launch, doorway)
                 adopted = self._adopted.pop(name, None)
                 essential = not self._has_been_ready
                 self._open[name] = Watched(launch, self._clock, adopted, essential=essential)
@@ -89,7 +92,7 @@ class Ingresses:
         self._has_been_ready = self._has_been_ready or any(self.infos)
 
     def stop(self, grace_s: float) -> list[Future[Any]]:
-        return [watched.ready.stop(grace_s) for watched in self._open.values() if watched.ready]
+        return [process.stop(grace_s) for _, process in self.speaking]
 
     def kill(self) -> None:
         for watched in self._open.values():
@@ -98,6 +101,9 @@ class Ingresses:
             closing.watched.kill()
         for left in self._adopted.values():
             left.kill()
+
+    def _launch(self, doorway: Doorway) -> IngressProcess:
+        return self._launcher.ingress(doorway, self._models)
 
     def _close(self, name: str, drain_s: float) -> None:
         watched = self._open.pop(name)

@@ -32,6 +32,8 @@ class Wish:
     """Deployments that others take the place of."""
     leaving: frozenset[str] = frozenset()
     """Nodes on which nothing is to stay."""
+    served: frozenset[DeploymentId] = frozenset()
+    """Deployments that have had a ready engine: whatever fails there is no mistake of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +113,8 @@ class Supervisor:
         for deployment in self._deployments.values():  # first whoever takes longest to start
             deployment.tick(self.wish.leaving, crowd, as_it_is=self._is_taking_over)
         self._forget_what_is_gone()
+        served = frozenset(i for i, deployment in self._deployments.items() if deployment.has_served)
+        self.wish = replace(self.wish, served=served)
         self._tick_ingresses()
         self._tick_stores()
         if not self._is_taking_over:
@@ -265,7 +269,8 @@ class Supervisor:
         return going[::-1]
 
     def _deploy(self, spec: DeploymentSpec) -> Deployment:
-        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s)
+        has_served = spec.deployment_id in self.wish.served
+        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s, has_served=has_served)
 
     def _begin(self, current: Deployment) -> None:
         """With as many engines as the model has now, whosesoever they are, if the load is to decide."""

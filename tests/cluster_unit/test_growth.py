@@ -479,3 +479,48 @@ def test_a_port_that_is_taken_is_not_the_end_of_a_cluster_whose_supervisor_was_s
     assert cluster.supervisor.status().failed is None
     cluster.passes(5.0)
     assert all(cluster.supervisor.status().ingresses)
+
+
+def test_an_ingress_that_is_replaced_after_a_change_begins_with_what_is_served_then() -> None:
+    cluster = with_engines(1)
+    becoming(cluster)
+    cluster.passes(20.0)
+    (current,) = cluster.supervisor.wish.spec.deployments
+    cluster.tick(after_s=1.0)
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[0].pings[-1].set_exception(RuntimeError("actor died"))
+    cluster.passes(5.0)
+    assert len(cluster.launcher.ingresses) == 2
+    assert cluster.launcher.begun_with == [current.deployment_id], "the other's files may be gone"
+
+
+def test_a_model_that_has_served_and_cannot_start_is_not_the_end_of_the_others_under_a_successor() -> None:
+    both = (a_deployment("m", 1), a_deployment("n", 1))
+    cluster = Cluster(deployments=both)
+    cluster.all_ready()
+    (kept, _) = cluster.launcher.engines
+    launcher = FakeLauncher(to_adopt_of={both[0].deployment_id: [kept], both[1].deployment_id: []})
+    cluster.launcher, wish = launcher, cluster.supervisor.wish
+    cluster.supervisor = Supervisor(wish, launcher, clock=cluster.clock)
+    cluster.tick()
+    cluster.tick(after_s=0.5)
+    launcher.engines[0].started.set_exception(ValueError("too little memory"))
+    cluster.tick(after_s=0.5)
+    status = cluster.supervisor.status()
+    assert (status.failed, status.troubles) == (None, ("engine 0 of n: ValueError: too little memory",))
+    cluster.passes(5.0)
+    assert cluster.phases() == {"m": ["ready"], "n": ["ready"]}
+
+
+def test_a_front_door_that_closes_has_the_grace_too_when_the_cluster_is_stopped() -> None:
+    launcher = FakeLauncher(labelled=["east"], nodes=["west", "east"])
+    cluster = Cluster(ingress_labels={"door": "yes"}, launcher=launcher)
+    cluster.all_ready()
+    (east,) = launcher.ingresses
+    cluster.supervisor.drain_node("east")
+    east.ends_at_once = False
+    cluster.tick()
+    assert east.stopped == cluster.spec.drain_s
+    east.ends_at_once = True
+    cluster.supervisor.teardown()
+    assert (east.stopped, east.killed) == (cluster.spec.stop_grace_s, True)

@@ -155,6 +155,8 @@ class FakeLauncher:
     """For engines with an index below this. The others are not heard of."""
     known: Set[DeploymentId] = frozenset()
     leaving: Set[str] = frozenset()
+    begun_with: list[DeploymentId] = field(default_factory=list)
+    """What the latest ingress was made with."""
 
     def engine(self, deployment: DeploymentSpec, index: int) -> FakeEngine:
         if self.failures:
@@ -172,6 +174,7 @@ class FakeLauncher:
         return self.routers[-1]
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> FakeIngress:
+        self.begun_with = [card.deployment_id for card in models]
         self.ingresses.append(an_ingress(doorway.name, f"id-{len(self.ingresses)}", doorway.node or "n"))
         return self.ingresses[-1]
 
