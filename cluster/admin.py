@@ -59,5 +59,6 @@ class AdminClient:
             raise AdminError(f"{url} is not a Shoal cluster (HTTP {response.status_code})") from None
         if response.is_success and isinstance(said, dict):
             return said
-        error_said = said.get("error", {}) if isinstance(said, dict) else {}
-        raise AdminError(error_said.get("message") or f"{url} answered HTTP {response.status_code}")
+        error_said = said.get("error") if isinstance(said, dict) else None
+        message = error_said.get("message") if isinstance(error_said, dict) else error_said
+        raise AdminError(str(message or f"{url} answered HTTP {response.status_code}"))

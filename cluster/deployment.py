@@ -71,6 +71,13 @@ class Member:
         return health or EngineHealth(num_requests=0, stalled=False)
 
     @property
+    def has_a_place(self) -> bool:
+        """It serves; or has, and is started again; or was adopted, and has not said yet whether it does."""
+        if self.phase is Phase.DRAINING:
+            return False
+        return bool(self.watched.ready) or self.watched.adopting or self.last_node is not None
+
+    @property
     def waits_for_room(self) -> bool:
         process = self.watched.process
         if process is None or self.watched.ready or self.watched.has_had_pulse:
@@ -111,13 +118,20 @@ class Deployment:
     now, which is fewer while they take others' place. Those that drain are beside them."""
 
     def __init__(
-        self, spec: DeploymentSpec, launcher: Launcher, clock: Callable[[], float], *, drain_s: float
+        self,
+        spec: DeploymentSpec,
+        launcher: Launcher,
+        clock: Callable[[], float],
+        *,
+        drain_s: float,
+        has_served: bool = False,
     ) -> None:
+        """has_served: under an earlier supervisor."""
         self.spec = spec
         self._launcher = launcher
         self._clock = clock
         self.drain_s = drain_s
-        self._has_been_ready = False
+        self.has_served = has_served
         self._num_failures_gone = 0
         self.known_router = launcher.adopt_router(spec)
         """The last that was ready, or was found. The others are told of it while it is away as well: they
@@ -128,10 +142,11 @@ class Deployment:
         adopted = launcher.adopt_engines(spec)
         self.members: list[Member] = [self._member(index, engine) for index, engine in enumerate(adopted)]
         self.wanted = self.needed = spec.num_engines
+        self.is_outgoing = False
+        """Another takes its place: it starts nothing that has not served."""
         self._autoscaler: Autoscaler | None = None
         self.respec(spec)
-        if self._autoscaler:
-            self.wanted = self.needed = self._autoscaler.wanted((), len(adopted) or spec.num_engines)
+        self.begin_with(len(adopted) or spec.num_engines)
 
     @property
     def num_failures(self) -> int:
@@ -157,9 +172,9 @@ class Deployment:
         return [m for m in self.members if not m.is_leaving and m.phase is not Phase.DRAINING]
 
     @property
-    def serving(self) -> list[Member]:
-        """Those that stay and are ready."""
-        return [member for member in self.staying if member.phase is Phase.READY]
+    def placed(self) -> list[Member]:
+        """Those whose place others are to take when it goes, also of those that are leaving anyway."""
+        return [member for member in self.members if member.has_a_place]
 
     @property
     def is_draining(self) -> bool:
@@ -212,6 +227,11 @@ class Deployment:
         for member in self.members:
             member.watched.start_timeout_s = spec.start_timeout_s
 
+    def begin_with(self, num_engines: int) -> None:
+        """If it scales itself: so many, until it knows what they have to do."""
+        if self._autoscaler:
+            self.wanted = self.needed = self._autoscaler.wanted((), num_engines)
+
     def autoscale(self) -> None:
         """See how many engines its load needs, if that is what decides."""
         if self._autoscaler:
@@ -231,7 +251,7 @@ class Deployment:
         for member in list(self.members):
             if not member.tick(self.drain_s):
                 self._forget(member)
-        self._has_been_ready = self._has_been_ready or bool(self.ready)
+        self.has_served = self.has_served or bool(self.ready)
 
     def drain(self, engine_id: EngineId) -> bool:
         """Let that engine go when another has come in its place. False if there is none."""
@@ -252,14 +272,18 @@ class Deployment:
         return member.watched.fatal or member.watched.trouble
 
     def _have_as_many_as_wanted(self, crowd: Mapping[str, int]) -> None:
+        for member in self.staying if self.is_outgoing else ():
+            if not member.has_a_place:
+                self._end(member)
         excess = len(self.staying) - self.wanted
         for member in sorted(self.staying, key=partial(_loss, crowd=crowd))[: max(0, excess)]:
+            if member.watched.adopting:
+                continue  # it may serve: that is known when it says so, or hangs
             if member.phase is Phase.JOINING:  # it has nothing to finish
-                member.watched.kill()
-                self._forget(member)
+                self._end(member)
             else:
                 member.drain()
-        for _ in range(-excess):
+        for _ in range(0 if self.is_outgoing else -excess):
             self._add()
 
     def _let_leave(self) -> None:
@@ -270,6 +294,10 @@ class Deployment:
         for member in [member for member in self.members if member.is_leaving][: max(0, enough)]:
             member.is_leaving = False
             member.drain()
+
+    def _end(self, member: Member) -> None:
+        member.watched.kill()
+        self._forget(member)
 
     def _forget(self, member: Member) -> None:
         self.members.remove(member)
@@ -284,7 +312,7 @@ class Deployment:
     def _member(self, index: int, adopted: EngineProcess | None) -> Member:
         launch = partial(self._launcher.engine, self.spec, index)
         # once it has served, one that cannot start is no mistake of the whole
-        essential = not self._has_been_ready
+        essential = not self.has_served
         watched = Watched(
             launch,
             self._clock,

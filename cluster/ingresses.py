@@ -19,7 +19,8 @@ class _Leaving:
 
 
 class Ingresses:
-    """One whose doorway is gone, or whose node is to be left, closes, and ends when its streams have."""
+    """One whose doorway is gone, or is on a node that is to be left, closes, and ends when its streams have.
+    Those that are counted stay beside the supervisor: closed there they would only open there again."""
 
     def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
         self._launcher = launcher
@@ -27,7 +28,9 @@ class Ingresses:
         self._adopted = dict(launcher.adopt_ingresses())
         self._open: dict[str, Watched[IngressProcess]] = {}
         self._closing: dict[str, _Leaving] = {}
-        self._has_been_ready = False
+        self._has_been_ready = bool(self._adopted)
+        self._models: Sequence[DeploymentCard] = ()
+        """What is served now."""
         self._num_failures_gone = 0  # of those whose doorways are gone
 
     @property
@@ -66,19 +69,19 @@ class Ingresses:
         leaving: Set[str],
         drain_s: float,
     ) -> None:
+        self._models = models
         wanted = {doorway.name: doorway for doorway in doorways if doorway.node not in leaving}
         for name in list(self._open):
-            watched = self._open[name]
-            if name not in wanted or (watched.ready and watched.info.node in leaving):
+            if name not in wanted and not self._open[name].adopting:
                 self._close(name, drain_s)
         for name, doorway in wanted.items():
             if name not in self._open and name not in self._closing:
-                launch = partial(self._launcher.ingress, doorway, models)
+                launch = partial(self._launch, doorway)
                 adopted = self._adopted.pop(name, None)
                 essential = not self._has_been_ready
                 self._open[name] = Watched(launch, self._clock, adopted, essential=essential)
-        for left in self._adopted.values():
-            left.kill()
+        for name, left in self._adopted.items():  # it was closing, and may have streams: it goes on with that
+            self._open[name] = Watched(_never, self._clock, left)
         self._adopted.clear()
         for watched in self._open.values():
             watched.tick()
@@ -89,7 +92,7 @@ class Ingresses:
         self._has_been_ready = self._has_been_ready or any(self.infos)
 
     def stop(self, grace_s: float) -> list[Future[Any]]:
-        return [watched.ready.stop(grace_s) for watched in self._open.values() if watched.ready]
+        return [process.stop(grace_s) for _, process in self.speaking]
 
     def kill(self) -> None:
         for watched in self._open.values():
@@ -99,6 +102,9 @@ class Ingresses:
         for left in self._adopted.values():
             left.kill()
 
+    def _launch(self, doorway: Doorway) -> IngressProcess:
+        return self._launcher.ingress(doorway, self._models)
+
     def _close(self, name: str, drain_s: float) -> None:
         watched = self._open.pop(name)
         self._num_failures_gone += watched.num_failures
@@ -107,6 +113,10 @@ class Ingresses:
             self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)
         else:
             watched.kill()
+
+
+def _never() -> IngressProcess:
+    raise RuntimeError("it has no doorway any more")
 
 
 CLOSING_S = 5.0

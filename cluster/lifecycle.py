@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shoal.cluster.launcher import groups_of
 from shoal.cluster.spec import ClusterSpec, namespace_of
-from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor
+from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor, forget_wishes
 
 CALL_DEADLINE_S = 5.0
 TEARDOWN_DEADLINE_S = 30.0
@@ -105,7 +105,8 @@ def _teardown(supervisor: Any, spec: ClusterSpec) -> None:
 
 
 def _end_all(namespace: str) -> None:
-    """Kill every named actor of the namespace, wait until none is left, and give back their places."""
+    """Kill every named actor of the namespace, wait until none is left, and give back their places and
+    what was kept for successors."""
     deadline = time.monotonic() + TEARDOWN_DEADLINE_S
     while left := _named_actors(namespace):
         if time.monotonic() > deadline:
@@ -117,6 +118,7 @@ def _end_all(namespace: str) -> None:
         time.sleep(0.1)
     for group in groups_of(namespace).values():
         remove_placement_group(group)
+    forget_wishes(namespace)
 
 
 def _named_actors(namespace: str) -> list[dict[str, str]]:

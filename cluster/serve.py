@@ -65,7 +65,8 @@ def serve(options: ServeOptions, console: Console, work: Work | None = None) -> 
         num_engines = sum(model.engines for model in options.models)
         console.print(
             f"{'changing to' if running else 'starting'} {names} on {num_engines} engine(s) "
-            f"in Ray namespace {spec.namespace}"
+            f"in Ray namespace {spec.namespace}",
+            **PLAIN,
         )
         with (
             changed(running, spec) if running else new_cluster(spec) as supervisor,

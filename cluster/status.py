@@ -64,8 +64,8 @@ def shown(status: dict[str, Any]) -> Group:
             name = (engine["id"] or str(engine["index"])).removeprefix(f"engine-{model['deployment']}-")
             outgoing = " (outgoing)" if model["is_outgoing"] else ""
             table.add_row(
-                f"{model['model']}{outgoing}",
-                name,
+                Text(f"{model['model']}{outgoing}"),
+                Text(name),
                 _phase(engine),
                 (engine["node"] or "")[-8:],
                 str(engine["num_requests"]),
@@ -73,7 +73,7 @@ def shown(status: dict[str, Any]) -> Group:
                 f"{engine['prefill_tokens_per_s']:,.0f}",
             )
         if not model["engines"]:
-            table.add_row(model["model"], "none", "", "", "", "", "")
+            table.add_row(Text(model["model"]), "none", "", "", "", "", "")
     doors = ", ".join(door["url"] if door else "(not ready)" for door in status["ingresses"])
     head = f"{status['name']}: {'ready' if status['ready'] else 'not ready'}; {doors}"
     lines: list[RenderableType] = [Text(head, style="bold"), table]

@@ -32,6 +32,8 @@ class Wish:
     """Deployments that others take the place of."""
     leaving: frozenset[str] = frozenset()
     """Nodes on which nothing is to stay."""
+    served: frozenset[DeploymentId] = frozenset()
+    """Deployments that have had a ready engine: whatever fails there is no mistake of the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,8 @@ class Supervisor:
         self._deployments: dict[DeploymentId, Deployment] = {}
         for spec in (*wish.spec.deployments, *wish.outgoing):
             self._deployments[spec.deployment_id] = self._deploy(spec)
+        for current in self._current:
+            self._begin(current)
         launcher.end_others(self._deployments.keys())
         self._ingresses = Ingresses(launcher, clock)
         self._stores = Stores(launcher, clock)
@@ -109,6 +113,8 @@ class Supervisor:
         for deployment in self._deployments.values():  # first whoever takes longest to start
             deployment.tick(self.wish.leaving, crowd, as_it_is=self._is_taking_over)
         self._forget_what_is_gone()
+        served = frozenset(i for i, deployment in self._deployments.items() if deployment.has_served)
+        self.wish = replace(self.wish, served=served)
         self._tick_ingresses()
         self._tick_stores()
         if not self._is_taking_over:
@@ -137,6 +143,7 @@ class Supervisor:
                 self._deployments[deployment_id].respec(deployment)
             else:
                 self._deployments[deployment_id] = self._deploy(deployment)
+                self._begin(self._deployments[deployment_id])
 
     def scale(self, model: str | None, num_engines: int) -> None:
         """So many engines for a model; for the only one if none is named. Raises ValueError."""
@@ -262,7 +269,14 @@ class Supervisor:
         return going[::-1]
 
     def _deploy(self, spec: DeploymentSpec) -> Deployment:
-        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s)
+        has_served = spec.deployment_id in self.wish.served
+        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s, has_served=has_served)
+
+    def _begin(self, current: Deployment) -> None:
+        """With as many engines as the model has now, whosesoever they are, if the load is to decide."""
+        name = current.spec.model.name
+        if num := sum(len(d.placed) for d in self._deployments.values() if d.spec.model.name == name):
+            current.begin_with(num)
 
     def _tick_ingresses(self) -> None:
         """An ingress that is replaced while we roll begins with what is served then."""
@@ -271,10 +285,13 @@ class Supervisor:
         self._ingresses.tick(doorways, models, self.wish.leaving, self._drain_s)
 
     def _scale(self) -> None:
-        """How many engines each deployment may have now. Of those that go only what serves may stay."""
-        for current in self._current:
+        """How many engines each deployment may have now. Of those that go only what has served may stay."""
+        current_ones = self._current
+        for deployment in self._deployments.values():
+            deployment.is_outgoing = deployment not in current_ones
+        for current in current_ones:
             going = self._outgoing(current.spec.model.name)
-            old = sum(len(deployment.serving) for deployment in going)
+            old = sum(len(deployment.placed) for deployment in going)
             if not old:
                 current.autoscale()
                 current.wanted = current.needed
@@ -287,9 +304,10 @@ class Supervisor:
                     old=old,
                     old_drains=any(d.is_draining for d in going),
                 )
-                current.wanted, left = now.new, now.old
+                may_serve = sum(m.watched.adopting or m.phase is Phase.READY for m in current.staying)
+                current.wanted, left = max(now.new, min(current.needed, may_serve)), now.old
             for deployment in going:
-                deployment.wanted = min(len(deployment.serving), left)
+                deployment.wanted = min(len(deployment.placed), left)
                 left -= deployment.wanted
         served = {deployment.model.name for deployment in self.wish.spec.deployments}
         for deployment in self._deployments.values():

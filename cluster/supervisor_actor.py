@@ -109,7 +109,8 @@ class SupervisorActor:
             self._kept.forget()
 
     def _keep(self) -> None:
-        self._kept.write(self._supervisor.wish)
+        if not self._stopped.is_set():  # what was asked for meanwhile has no successor
+            self._kept.write(self._supervisor.wish)
 
     def _run(self) -> None:
         try:
@@ -165,3 +166,8 @@ class _KeptWish:
 
     def forget(self) -> None:
         _internal_kv_del(self._key, namespace=b"shoal")
+
+
+def forget_wishes(namespace: str) -> None:
+    """Of supervisors there that are no more, and were ended before they could do so themselves."""
+    _internal_kv_del(f"{namespace}/".encode(), del_by_prefix=True, namespace=b"shoal")

@@ -43,6 +43,7 @@ class StoreActor:
         self._store: KVStore[Any] = KVStore(budget_bytes, time.monotonic)
         self._transfer = ObjectStore()
         self._sequence = 0
+        self._num_taken_in = 0
         self._reporter = Reporter(
             self._take_report, lambda router, report: router.report_store.remote(report)
         )
@@ -102,11 +103,12 @@ class StoreActor:
         """Copy what another store gives away, the most wanted first, into at most half of our own room: what
         is here is wanted too."""
         left = self._store.budget_bytes // 2
+        self._num_taken_in += 1  # a store that stayed after all may give the same again
         for extent, ticket in extents:
             left -= cost(extent)
             if left < 0:
                 break
-            named = replace(extent, extent_id=f"{self._store_id}/{extent.extent_id}")
+            named = replace(extent, extent_id=f"{self._store_id}/{self._num_taken_in}/{extent.extent_id}")
             wanted = self._store.put_start(named)
             if wanted is None:
                 continue

@@ -35,6 +35,8 @@ class Reporter(Generic[R]):
         self._silent: set[Any] = set()
         """Routers that did not answer the latest report that they were told."""
         self._telling: dict[Any, asyncio.Task[None]] = {}
+        self._behind: set[Any] = set()
+        """Routers that missed a report while they were told an earlier one."""
 
     def introduce(self, routers: Collection[Any]) -> None:
         """Report to these, which may know nothing yet."""
@@ -55,7 +57,9 @@ class Reporter(Generic[R]):
                 continue
             report = self._take_report()
             for router in self._routers:
-                if router not in self._telling:  # else it misses this one, and sees the gap
+                if router in self._telling:  # it misses this one, and sees the gap when it hears the next
+                    self._behind.add(router)
+                else:
                     self._telling[router] = asyncio.create_task(self._tell(router, report))
             if heard := [task for router, task in self._telling.items() if router not in self._silent]:
                 await asyncio.wait(heard)
@@ -70,7 +74,10 @@ class Reporter(Generic[R]):
             self._has_news.set()
         else:
             self._silent.discard(router)
+            if router in self._behind:
+                self._has_news.set()
         finally:
+            self._behind.discard(router)
             del self._telling[router]
 
     def _report_is_lost(self, router: Any, error: Exception) -> None:

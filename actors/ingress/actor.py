@@ -143,8 +143,7 @@ class IngressActor:
             await self._streams[card.deployment_id].introduce(
                 router, engines, stores, card.model.fingerprint, card.draining
             )
-        for name, num in slots.items():
-            self._metrics.of(name).sequence_slots.set(num)
+        self._metrics.set_sequence_slots(slots)
 
     def _begin_to_load(self, card: DeploymentCard) -> None:
         """We are told again of it soon: then its engines are linked, or a load that failed begins anew."""

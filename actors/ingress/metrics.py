@@ -109,6 +109,11 @@ class Metrics:
             self._models[model_name] = ModelMetrics()
         return self._models[model_name]
 
+    def set_sequence_slots(self, by_model: Mapping[str, int]) -> None:
+        """A model that is served no longer has none."""
+        for model_name in self._models.keys() | by_model.keys():
+            self.of(model_name).sequence_slots.set(by_model.get(model_name, 0))
+
     def exposition(self, loads: Mapping[str, Mapping[EngineId, EngineLoad]]) -> bytes:
         """For Prometheus, with what engines say of this ingress's requests, by model."""
         aliases = VllmNames(self._of_models(), loads)

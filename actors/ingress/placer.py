@@ -64,7 +64,7 @@ class Placer:
         self._router = router
         self._draining = frozenset(draining)
         self.fingerprint = fingerprint or self.fingerprint
-        if router == self._silent_router and (self._ping is None or self._ping.done()):
+        if router is not None and router == self._silent_router and (self._ping is None or self._ping.done()):
             self._ping = asyncio.create_task(self._ask_after(router))
 
     async def _ask_after(self, router: Any) -> None:

@@ -38,6 +38,8 @@ def read_document(text: str) -> Document:
         raise NotYAML(
             f"is not YAML: {error.problem or error.context}", mark.line + 1 if mark else 1
         ) from error
+    except RecursionError:
+        raise NotYAML("is nested too deeply: flatten it", 1) from None
     except (yaml.YAMLError, ValueError) as error:  # a character that YAML forbids; a date that is none
         raise NotYAML(f"is not YAML: {str(error).splitlines()[0]}", 1) from error
 

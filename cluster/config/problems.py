@@ -32,7 +32,7 @@ class Problem:
         return "".join(char if char.isprintable() else repr(char)[1:-1] for char in line).strip()
 
 
-_SECRETS = ("api_key",)
+_SECRETS = ("api_key", "admin_key", "admin_key_hash")
 """What such a field was given is not told."""
 _LONGEST = 60
 

@@ -8,6 +8,8 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 from shoal.kvstore.sizes import format_size, parse_size
 
 _UNITS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+MAX_DURATION_S = 7 * 24 * 3600
+"""Longer ones would overflow the waits that they are for."""
 _DURATION = re.compile(r"(\d{1,9}(?:\.\d+)?)\s*(ms|s|min|m|h|)", re.IGNORECASE)
 
 
@@ -62,7 +64,7 @@ SizeOrNone = Annotated[int, _size(or_none=True), _WRITE_SIZE, _schema("4GiB", _S
 Duration = Annotated[
     float,
     BeforeValidator(_read_duration),
-    Field(ge=0),
+    Field(ge=0, le=MAX_DURATION_S),
     PlainSerializer(format_duration, return_type=str),
     _schema("30s", r"\s*\d{1,9}(\.\d+)?\s*([Mm]?[Ss]|[Mm]([Ii][Nn])?|[Hh]|)\s*", 0),
 ]

@@ -118,6 +118,9 @@ def test_flags_override_a_file(file: Path) -> None:
         ("http: {host: 10.5}", "FILE:1: http.host must be text, got 10.5: put it in quotes"),
         ("http: {host: ''}", "FILE:1: http.host must not be empty: say it, or leave it out"),
         ("http: {api_key: 12345}", "FILE:1: http.api_key must be text, got another: put it in quotes"),
+        ("http: {admin_key: 12345}", "FILE:1: http.admin_key must be text, got another: put it in quotes"),
+        ("http: {admin_key_hash: 12345}",
+         "FILE:1: http.admin_key_hash must be text, got another: put it in quotes"),
         ("http: {tls: {key: a.pem}}", "FILE:1: http.tls.certificate is missing: say it too"),
         ("http:\n  port: 65534\n  ingresses: 3",
          "FILE:2: http.port 65534 leaves no room for 3 ingresses: lower one of them"),
@@ -127,6 +130,7 @@ def test_flags_override_a_file(file: Path) -> None:
         ("routing_policy: magic", "FILE:1: routing_policy must be 'cost', 'round_robin', 'least_loaded' or "
          "'greedy_prefix', got 'magic'"),
         ("stop_grace: soon", "FILE:1: stop_grace: 'soon' is not a duration; write it like 30s or 5m"),
+        ("stop_grace: 99999999h", "FILE:1: stop_grace must be at most 604800, got '99999999h'"),
         ("stop_grace: yes", "FILE:1: stop_grace must be a duration; write it like 30s or 5m"),
         ("kv_store: {memory: lots}",
          "FILE:1: kv_store.memory: 'lots' is not a memory size; write it like 4GiB or 512MiB"),
@@ -157,6 +161,7 @@ def test_flags_override_a_file(file: Path) -> None:
         ("name: \x07",
          "FILE:1: is not YAML: unacceptable character #x0007: special characters are not allowed"),
         ("name: &a [*a]", "FILE:1: name must be text, got a list: put it in quotes"),
+        ("name: " + 2000 * "[", "FILE:1: is nested too deeply: flatten it"),
         ("name: 2026-99-99", "FILE:1: is not YAML: month must be in 1..12"),
     ],
 )  # fmt: skip

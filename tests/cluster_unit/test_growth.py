@@ -7,7 +7,7 @@ import pytest
 from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.deployment import ROOM_S, SETTLE_S
 from shoal.cluster.supervisor import Supervisor
-from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment, an_engine
+from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment, an_engine, an_ingress
 
 
 def with_engines(num_engines: int, **launcher: object) -> Cluster:
@@ -386,3 +386,152 @@ def test_a_model_that_scales_itself_follows_its_load() -> None:
     assert cluster.phases() == {"m": ["ready"]}
     with pytest.raises(ValueError, match="m scales itself"):
         cluster.supervisor.scale("m", 2)
+
+
+def weight(cluster: Cluster) -> int:
+    """Engines that a request may be placed on, of all that are served."""
+    return sum(told.card.weight for told in cluster.launcher.ingresses[-1].heard.values())
+
+
+def test_a_change_of_a_model_that_scales_itself_begins_with_as_many_engines_as_it_has() -> None:
+    cluster = Cluster(deployments=(a_deployment("m", 1, autoscaling=AUTO),))
+    cluster.all_ready()
+    cluster.launcher.engines[0].has(16)
+    cluster.passes(5.0)
+    after = a_deployment("m", 1, autoscaling=AUTO, labels={"zone": "a"})
+    cluster.supervisor.apply(replace(cluster.spec, deployments=(after,)))
+    weights = []
+    for _ in range(60):
+        for engine in cluster.launcher.engines:
+            engine.has(4)
+        cluster.passes(0.5)
+        weights.append(weight(cluster))
+    assert min(weights) == 4
+
+
+def test_an_engine_that_was_to_leave_stays_until_the_change_has_another() -> None:
+    cluster = with_engines(1)
+    (old,) = cluster.launcher.engines
+    cluster.supervisor.drain_engine(old.process_id)
+    becoming(cluster)
+    cluster.tick()
+    assert weight(cluster) == 1
+    cluster.passes(20.0)
+    assert (weight(cluster), old.killed, len(alive(cluster))) == (1, True, 1)
+
+
+def test_beside_a_change_that_cannot_start_an_engine_that_dies_is_started_again() -> None:
+    cluster = with_engines(2)
+    becoming(cluster)
+    cluster.tick()
+    cluster.launcher.engines[2].started.set_exception(ValueError("not enough memory"))
+    cluster.tick(after_s=1.0)
+    cluster.launcher.engines[0].pings[-1].set_exception(RuntimeError("actor died"))
+    cluster.passes(20.0)
+    assert weight(cluster) == 2
+
+
+def test_a_supervisor_that_takes_over_ends_no_engine_for_being_slow_to_answer() -> None:
+    cluster = with_engines(3)
+    supervisor = becoming(cluster)
+    cluster.tick()
+    slow = [an_engine(f"slow-{i}") for i in range(2)]
+    (going,) = supervisor.wish.outgoing
+    launcher = FakeLauncher(to_adopt_of={going.deployment_id: slow})
+    successor = Supervisor(supervisor.wish, launcher, clock=cluster.clock)
+    for _ in range(2 * 9):
+        successor.tick()
+        cluster.clock.now += 0.5
+    assert not any(engine.killed for engine in slow)
+    slow[0].become_ready()
+    successor.tick()
+    going_now = successor.status().deployments[-1]
+    assert [engine.phase for engine in going_now.engines] == ["ready", "joining"]
+
+
+def test_counted_ingresses_stay_open_when_their_node_is_left() -> None:
+    """Beside the supervisor is where they would open again."""
+    cluster = Cluster(launcher=FakeLauncher(nodes=["n", "west"]))
+    cluster.all_ready()
+    cluster.supervisor.drain_node("n")
+    cluster.passes(20.0)
+    (ingress,) = cluster.launcher.ingresses
+    assert (ingress.stopped, ingress.killed) == (None, False)
+
+
+def test_an_ingress_that_was_closing_goes_on_with_its_streams_under_a_successor_of_the_supervisor() -> None:
+    launcher = FakeLauncher(labelled=["east", "west"], nodes=["west", "east"])
+    cluster = Cluster(ingress_labels={"door": "yes"}, launcher=launcher)
+    cluster.all_ready()
+    east, west = launcher.ingresses
+    east.ends_at_once = False
+    cluster.supervisor.drain_node("east")
+    cluster.passes(1.0)
+    launcher.ingresses_to_adopt = {"ingress-east": east, "ingress-west": west}
+    launcher.to_adopt, launcher.router_to_adopt = list(launcher.engines), launcher.routers[0]
+    cluster.supervisor = Supervisor(cluster.supervisor.wish, launcher, clock=cluster.clock)
+    heard = len(east.told)
+    cluster.passes(10.0)
+    assert (east.killed, west.stopped) == (False, None)
+    assert len(east.told) > heard, "it still hears of the engines"
+    assert cluster.supervisor.status().ready
+    east.has_ended.set_result(None)
+    cluster.passes(1.0)
+    assert (east.killed, west.killed) == (True, False)
+
+
+def test_a_port_that_is_taken_is_not_the_end_of_a_cluster_whose_supervisor_was_started_again() -> None:
+    launcher = FakeLauncher(ingresses_to_adopt={"ingress-0": an_ingress("ingress-0", "old")})
+    cluster = Cluster(num_ingresses=2, launcher=launcher)
+    cluster.tick()
+    launcher.ingresses_to_adopt["ingress-0"].become_ready()
+    launcher.ingresses[0].started.set_exception(ValueError("cannot listen"))
+    cluster.tick()
+    assert cluster.supervisor.status().failed is None
+    cluster.passes(5.0)
+    assert all(cluster.supervisor.status().ingresses)
+
+
+def test_an_ingress_that_is_replaced_after_a_change_begins_with_what_is_served_then() -> None:
+    cluster = with_engines(1)
+    becoming(cluster)
+    cluster.passes(20.0)
+    (current,) = cluster.supervisor.wish.spec.deployments
+    cluster.tick(after_s=1.0)
+    cluster.tick(after_s=1.0)
+    cluster.launcher.ingresses[0].pings[-1].set_exception(RuntimeError("actor died"))
+    cluster.passes(5.0)
+    assert len(cluster.launcher.ingresses) == 2
+    assert cluster.launcher.begun_with == [current.deployment_id], "the other's files may be gone"
+
+
+def test_a_model_that_has_served_and_cannot_start_is_not_the_end_of_the_others_under_a_successor() -> None:
+    both = (a_deployment("m", 1), a_deployment("n", 1))
+    cluster = Cluster(deployments=both)
+    cluster.all_ready()
+    (kept, _) = cluster.launcher.engines
+    launcher = FakeLauncher(to_adopt_of={both[0].deployment_id: [kept], both[1].deployment_id: []})
+    cluster.launcher, wish = launcher, cluster.supervisor.wish
+    cluster.supervisor = Supervisor(wish, launcher, clock=cluster.clock)
+    cluster.tick()
+    cluster.tick(after_s=0.5)
+    launcher.engines[0].started.set_exception(ValueError("too little memory"))
+    cluster.tick(after_s=0.5)
+    status = cluster.supervisor.status()
+    assert (status.failed, status.troubles) == (None, ("engine 0 of n: ValueError: too little memory",))
+    cluster.passes(5.0)
+    assert cluster.phases() == {"m": ["ready"], "n": ["ready"]}
+
+
+def test_a_front_door_that_closes_has_the_grace_too_when_the_cluster_is_stopped() -> None:
+    launcher = FakeLauncher(labelled=["east"], nodes=["west", "east"])
+    cluster = Cluster(ingress_labels={"door": "yes"}, launcher=launcher)
+    cluster.all_ready()
+    (east,) = launcher.ingresses
+    cluster.supervisor.drain_node("east")
+    east.ends_at_once = False
+    cluster.tick()
+    assert east.stopped == cluster.spec.drain_s
+    east.ends_at_once = True
+    cluster.supervisor.teardown()
+    assert (east.stopped, east.killed) == (cluster.spec.stop_grace_s, True)

@@ -142,6 +142,7 @@ class FakeLauncher:
     ingresses: list[FakeIngress] = field(default_factory=list)
     stores: list[FakeStore] = field(default_factory=list)
     to_adopt: list[FakeEngine] = field(default_factory=list)
+    to_adopt_of: dict[DeploymentId, list[FakeEngine]] = field(default_factory=dict)
     stores_to_adopt: list[FakeStore] = field(default_factory=list)
     router_to_adopt: FakeRouter | None = None
     ingresses_to_adopt: dict[str, FakeIngress] = field(default_factory=dict)
@@ -154,6 +155,8 @@ class FakeLauncher:
     """For engines with an index below this. The others are not heard of."""
     known: Set[DeploymentId] = frozenset()
     leaving: Set[str] = frozenset()
+    begun_with: list[DeploymentId] = field(default_factory=list)
+    """What the latest ingress was made with."""
 
     def engine(self, deployment: DeploymentSpec, index: int) -> FakeEngine:
         if self.failures:
@@ -171,6 +174,7 @@ class FakeLauncher:
         return self.routers[-1]
 
     def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> FakeIngress:
+        self.begun_with = [card.deployment_id for card in models]
         self.ingresses.append(an_ingress(doorway.name, f"id-{len(self.ingresses)}", doorway.node or "n"))
         return self.ingresses[-1]
 
@@ -179,7 +183,7 @@ class FakeLauncher:
         return self.stores[-1]
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[FakeEngine]:
-        return self.to_adopt
+        return self.to_adopt_of.get(deployment.deployment_id, self.to_adopt)
 
     def adopt_router(self, deployment: DeploymentSpec) -> FakeRouter | None:
         return self.router_to_adopt

@@ -58,3 +58,45 @@ def test_with_keys_and_a_certificate(tmp_path: Path) -> None:
 def test_without_its_files_it_does_not_start(tmp_path: Path, http: HttpConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asyncio.run(an_ingress(tmp_path, http).start())
+
+
+def test_it_is_told_of_no_router_and_of_a_model_that_goes(tmp_path: Path) -> None:
+    checkpoint = save_checkpoint(tmp_path / "checkpoint", byte_level_tokenizer())
+    staying, going = (
+        DeploymentCard(
+            deployment_id=DeploymentId(name),
+            model=ModelCard(
+                name=name,
+                checkpoint=str(checkpoint),
+                max_model_len=128,
+                block_size=4,
+                fingerprint=b"",
+                max_num_seqs=3,
+            ),
+            weight=2,
+        )
+        for name in ("staying", "going")
+    )
+
+    async def scenario() -> tuple[list[str], dict[str, float], list[object]]:
+        broken: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: broken.append(context))
+        ingress = IngressActor(HttpConfig(port=0), [staying, going])
+        url = (await ingress.start()).url
+        await ingress.introduce([(staying, None, {}), (going, None, {})], {})
+        for _ in range(3):  # a task that failed is heard of when the next one takes its place
+            await ingress.introduce([(staying, None, {})], {})
+            await asyncio.sleep(0.01)
+        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+            models = [model["id"] for model in (await client.get("/v1/models")).json()["data"]]
+            lines = (await client.get("/metrics")).text.splitlines()
+        await ingress.stop(0.1)
+        slots = [line.rsplit(" ", 1) for line in lines if line.startswith("shoal_sequence_slots{")]
+        return models, {series: float(value) for series, value in slots}, broken
+
+    models, slots, broken = asyncio.run(scenario())
+    assert (models, broken) == (["staying"], [])
+    assert slots == {
+        'shoal_sequence_slots{model_name="staying"}': 6,
+        'shoal_sequence_slots{model_name="going"}': 0,
+    }

@@ -65,3 +65,39 @@ def test_a_failure_that_nobody_foresaw_is_loud_and_does_not_end_the_reports(
     assert router.sequences == [1, 2, 3, 4]
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 2
     assert "unforeseen" in caplog.text
+
+
+class SlowRouter:
+    """Fails its first report; each later one is answered when its future is."""
+
+    def __init__(self) -> None:
+        self.sequences: list[int] = []
+        self.answers: list[Future[None]] = []
+
+    def report(self, sequence: int) -> Any:
+        self.sequences.append(sequence)
+        self.answers.append(Future())
+        if sequence == 1:
+            self.answers[0].set_exception(TimeoutError())
+        return self
+
+    def future(self) -> Future[None]:
+        return self.answers[-1]
+
+
+def test_a_router_that_missed_a_report_while_it_was_slow_is_told_another_at_once() -> None:
+    async def reported() -> None:
+        router, sequences = SlowRouter(), count(1)
+        reporter = Reporter(lambda: next(sequences), SlowRouter.report)
+        reporting = asyncio.create_task(reporter.run())
+        reporter.introduce([router])
+        await asyncio.sleep(1)
+        reporter.has_news()
+        await asyncio.sleep(1)
+        assert router.sequences == [1, 2]
+        router.answers[-1].set_result(None)
+        await asyncio.sleep(1)
+        reporting.cancel()
+        assert router.sequences == [1, 2, 4], "or it would not see the gap until there is other news"
+
+    run_in_virtual_time(reported())

@@ -146,6 +146,21 @@ def test_reports_are_numbered_and_true_on_top_of_a_snapshot() -> None:
     run_in_virtual_time(reported())
 
 
+def test_a_store_that_gives_the_same_away_again_has_its_news_taken_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its node was to go, stayed, and is to go once more."""
+    monkeypatch.setattr("shoal.kvstore.actor.copied", lambda extent, wanted, ticket, timeout_s: ticket)
+
+    async def given() -> None:
+        store, first = a_store(), (blocks("a", 0, 2), "ticket")
+        await store.take_in([first])
+        await store.take_in([first, (blocks("b", 0, 1), "ticket")])
+        assert await keys_of(store) == (block("a", 0), block("a", 1), block("b", 0))
+
+    asyncio.run(given())
+
+
 def test_a_budget_beyond_what_the_node_has_is_refused_with_the_numbers() -> None:
     check_budget(6 << 30, object_store_bytes=10 << 30, shared_memory_bytes=6 << 30)
     with pytest.raises(ValueError) as refused:
