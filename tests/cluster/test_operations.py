@@ -98,7 +98,7 @@ def test_it_becomes_another_under_streams_while_its_supervisor_is_killed(
 ) -> None:
     before = set(detached.engine_names())
     again = serve_command(checkpoint, ray_address, "--detached", "--stop-grace", "60s", engines=2, name=NAME)
-    with spoken_meanwhile(detached, bodies(detached.url, 8, max_tokens=120)):
+    with spoken_meanwhile(detached, bodies(detached.url, 32, max_tokens=120)):
         changing = subprocess.Popen([*again, "--max-num-batched-tokens", "64"], env=environment())
         wait_for(lambda: len(status(detached)["models"]) == 2, "the change is begun")
         os.kill(detached.pid("supervisor"), signal.SIGKILL)
