@@ -75,7 +75,7 @@ def test_qwen3_06b(tmp_path: Path) -> None:
     for memory_bytes, tokens in ((4 * GIB, 37_449), (40 * GIB, 374_491)):
         made = plan(tmp_path, QWEN3_06B, kv_cache_dtype="bfloat16", memory_bytes=memory_bytes)
         assert (made.bytes_per_token, made.most_tokens) == (114_688, tokens)
-        assert (made.footprint.bytes_per_slot, made.usable_slots) == (0, 0)
+        assert (made.footprint.layout.slots.num_bytes, made.usable_slots) == (0, 0)
     assert made.memory is not None
     assert made.memory.num_tokens == (40 * GIB // (128 * 114_688) - 1) * 128, "whole blocks, and one spare"
 
@@ -92,17 +92,19 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     assert rings is not None
     assert (rings.bytes_per_row, rings.num_rows, rings.bytes_per_layer) == (528, 134, 134 * 528)
     assert (rings.num_stored, rings.stored_bytes) == (20, 1_415_040)
+    assert made.footprint.layout.stored_bytes == 1_415_040, "in front of what is not stored"
     assert [rows.rows_per_block for rows in made.footprint.paged] == [128 // 4, 128 // 4, 128 // 128]
-    assert made.footprint.bytes_per_block == 20 * (32 * 528 + 32 * 132 + 528)
+    assert made.footprint.layout.blocks.num_bytes == 20 * (32 * 528 + 32 * 132 + 528)
     assert made.usable_slots == 76, "floor(1.2 × 64)"
-    assert (made.footprint.rule.num_segments, made.footprint.rule.num_recomputed) == (2, 20)
+    assert (made.footprint.layout.rule.num_segments, made.footprint.layout.rule.num_recomputed) == (2, 20)
     sparse, heavy = 2 * 4 * 2 * 2 * (512 + 128) * 4, 128 * 2 * 512 * 4
     assert made.footprint.other_state_bytes == 20 * (sparse + heavy)
     slot = 40 * rings.bytes_per_layer + made.footprint.other_state_bytes
     assert made.memory is not None
     assert made.memory.state_bytes == 2 * 77 * slot, "and one that is never issued, and staging"
+    assert made.memory.segment_bytes == 20 * 128 * 528
     assert made.memory.num_blocks * made.memory.block_bytes + made.memory.num_segments * (
-        rings.bytes_per_segment
+        made.memory.segment_bytes
     ) <= (80 * GIB - made.memory.state_bytes)
 
 
@@ -111,8 +113,8 @@ def test_windows_are_state_and_not_blocks(tmp_path: Path) -> None:
     rings, row = made.footprint.rings, 2 * 2 * 32 * 4
     assert rings is not None and made.footprint.paged == ()
     assert (rings.num_rows, rings.bytes_per_layer, rings.num_stored) == (1000, 1000 * row, 3)
-    assert rings.bytes_per_segment == 3 * 128 * row
-    assert made.footprint.rule.num_segments == 8, "999 rows in blocks of 128"
+    assert made.footprint.layout.segments.num_bytes == 3 * 128 * row
+    assert made.footprint.layout.rule.num_segments == 8, "999 rows in blocks of 128"
     assert (made.bytes_per_token, made.most_tokens, made.usable_slots) == (0, None, 12)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from shoal.actors.engine.build import LoadedModel, load_model
+from shoal.actors.engine.model_layout import ModelLayout
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, StoreId
 from shoal.kernels.cpu import CpuBackend
@@ -61,18 +62,21 @@ class Subject:
 
     @property
     def num_rings(self) -> int:
-        return sum(window is not None for window in self.loaded.config.windows)
+        return self._layout.rings.num_layers if self._layout.rings else 0
 
     @property
     def num_recomputed(self) -> int:
         """Tokens before a boundary."""
-        layout = self.loaded.layout(
+        return self._layout.rule.num_recomputed * self.block_size
+
+    @property
+    def _layout(self) -> ModelLayout:
+        return self.loaded.layout(
             block_size=self.block_size,
             dtype="float32",
             max_model_len=self.setup.max_model_len,
             num_dropped_layers=self.num_dropped,
         )
-        return layout.rule.num_recomputed * self.block_size
 
     def tokens(self, seed: int, length: int) -> list[int]:
         choose = random.Random(seed)

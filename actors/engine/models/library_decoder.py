@@ -16,10 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from shoal.actors.engine.model_layout import ModelLayout, model_layout
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
 from shoal.actors.engine.models.library_config import LibraryConfig
 from shoal.actors.engine.models.library_modules import Given, num_bytes, pin_ropes, swap_modules
-from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
+from shoal.kernels.backend import Backend, LayerKV, LayerMemory, Rows
+from shoal.kvstore.layout import KVDtype
 
 ATTENTION = "shoal_paged"
 """Our name in transformers' registries of attention functions and of masks."""
@@ -33,7 +35,7 @@ class Step:
 
     backend: Backend
     rows: Rows
-    kv: tuple[LayerKV | LayerRing, ...]
+    kv: tuple[LayerMemory, ...]
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
@@ -134,10 +136,19 @@ class LibraryModel:
     head_dim: int
     num_bytes: int
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """All paged: which layers have a window is known to their attention alone, when it is called."""
-        return (None,) * self.num_layers
+    def layout(
+        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+    ) -> ModelLayout:
+        """Attention is all paged: which layers have a window is known to it alone, when it is called."""
+        return model_layout(
+            (None,) * self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_dropped_layers=num_dropped_layers,
+        )
 
     @classmethod
     @torch.inference_mode()
@@ -224,7 +235,7 @@ class LibraryDecoder:
         self._backend = backend
 
     def hidden_states(
-        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerMemory, ...]
     ) -> Tensor:
         step = Step(self._backend, rows, kv)
         out = _forward(self._model.layers, torch.from_numpy(token_ids_T), rows.position_T.long(), step)
