@@ -242,6 +242,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         pools,
         fingerprint=root,
         rule=layout.rule,
+        snapshot_every=config.state_snapshot_every if layout.snapshots else 1,
         stores=stores,
     )
     stopwatch.lap("pools")

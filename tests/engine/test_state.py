@@ -263,3 +263,56 @@ def test_28_29_prompts_that_overlap_in_a_tiny_pool_lose_and_count_nothing_twice(
             assert pools.num_available_segments == pools.segments.num_usable
             assert pools.slots is not None and pools.slots.num_free == pools.slots.num_usable
     assert bench.drained()
+
+
+def test_a_whole_state_is_kept_where_somebody_is_likely_to_come_back() -> None:
+    """The last row is all the state that there is, and so one segment is enough."""
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0)
+    assert bench.rule == BoundaryRule(num_segments=1)
+    bench.serve("first", PROMPT)
+    assert segments_of(bench, PROMPT) == [5], "where the prompt ends"
+    assert bench.serve("again", PROMPT) == 24
+    assert bench.serve("parts after three blocks", [*PROMPT[:13], 1, 2]) == 0
+    assert segments_of(bench, PROMPT) == [2, 5]
+    assert bench.serve("parts there again", [*PROMPT[:13], 3, 4]) == 12
+
+
+def test_a_whole_state_is_kept_at_every_so_manieth_boundary() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
+    bench.serve("first", [*PROMPT, *PROMPT])
+    assert segments_of(bench, [*PROMPT, *PROMPT]) == [1, 3, 5, 7, 9, 11]
+    assert bench.serve("parts after three blocks", [*PROMPT[:13], 1, 2]) == 8
+
+
+def test_of_the_states_that_an_output_comes_past_the_last_remains() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0)
+    bench.serve("turn 1", PROMPT, max_tokens=15)
+    longer = [*PROMPT, *bench.tokens["turn 1"], 1, 2, 3]
+    assert segments_of(bench, longer) == [5, 9], "of blocks 6 to 9, which the output filled"
+    assert bench.serve("turn 2", longer) == 40, "of 41 tokens that were computed"
+    assert bench.drained()
+
+
+def test_41_who_is_preempted_goes_on_from_the_last_state_of_its_output() -> None:
+    bench = Bench(
+        window=2, block_size=16, num_blocks=8, max_num_batched_tokens=64, max_num_seqs=2, snapshot_every=0
+    )
+    for name, prompt in (("elder", list(range(34))), ("younger", list(range(100, 135)))):
+        bench.submit(a_request(name, prompt, max_tokens=30))
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    starts = [s.start for s in steps_of(bench, 2) if s.known_tokens]
+    assert starts[1] >= 32
+    assert bench.tokens["younger"] == generate(list(range(100, 135)), 30)
+    assert bench.drained()
+
+
+def test_25_blocks_whose_state_is_gone_give_a_shorter_hit() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
+    bench.serve("first", PROMPT)
+    assert segments_of(bench, PROMPT) == [1, 3, 5]
+    bench.pools.prefix_cache.segments.detach(bench.keys(PROMPT)[5])
+    assert bench.serve("again", PROMPT) == 16
+    for key in bench.keys(PROMPT):
+        bench.pools.prefix_cache.segments.detach(key)
+    assert bench.serve("and again", PROMPT) == 0

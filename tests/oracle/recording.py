@@ -95,6 +95,7 @@ class Setup:
     prefix_cache: PrefixCacheName = "naive"
     max_model_len: int = 2048
     num_dropped_layers: int = 0
+    snapshot_every: int = 1
 
 
 class Served:
@@ -163,6 +164,7 @@ class Served:
             config,
             pools,
             rule=layout.rule,
+            snapshot_every=setup.snapshot_every,
             stores=store_view if stores else None,
         )
         self._carrier = Carrier(self._scheduler, memory, stores or Stores())
