@@ -128,7 +128,7 @@ def footprint(hf: "PretrainedConfig", limits: Limits) -> Footprint:
     config = model_config(hf)
     if isinstance(config, DecoderConfig):
         return _attention(hf, limits, config.windows, config.num_kv_heads, config.head_dim)
-    return _attention(hf, limits, (None,) * hf.num_hidden_layers, *_library_heads(hf))
+    return _attention(hf, limits, config.layers or (None,) * hf.num_hidden_layers, *_library_heads(hf))
 
 
 def _library_heads(hf: Any) -> tuple[int, int]:

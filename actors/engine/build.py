@@ -144,7 +144,7 @@ def _load_library(
         weights=library,
         decoder=partial(LibraryDecoder, library),
         numerics=numerics(hf, max_model_len),
-        num_rehearsed_layers=library.num_layers,
+        num_rehearsed_layers=len(library.kept),
     )
 
 

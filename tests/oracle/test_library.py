@@ -141,15 +141,6 @@ def config_of(config: str, **fields: Any) -> Any:
         ),
         ("MambaConfig", {"architecture": "MambaForCausalLM"}, "MambaForCausalLM (with linear_attention)"),
         (
-            "Lfm2Config",
-            {
-                "architecture": "Lfm2ForCausalLM",
-                "num_hidden_layers": 2,
-                "layer_types": ["conv", "full_attention"],
-            },
-            "Lfm2ForCausalLM (with conv)",
-        ),
-        (
             "BloomConfig",
             {"architecture": "BloomForCausalLM"},
             "BloomForCausalLM (its attention cannot be replaced)",
