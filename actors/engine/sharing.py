@@ -115,7 +115,10 @@ class Sharing:
         passed = range(start // block_size, end // block_size)
         if not passed or not self._rule.num_segments or not sequence.may_share:
             return ()
-        lacking = [i for i in passed if self._is_wanted(sequence, i) and not self._has_segment(sequence, i)]
+        wanted = {i for i in passed if self._is_lasting(sequence, i)}
+        if passed[-1] >= sequence.num_prompt // block_size:
+            wanted.add(passed[-1])  # where an output ends is known only when it has
+        lacking = [i for i in wanted if not self._has_segment(sequence, i)]
         lacking.sort(key=lambda i: (i not in sequence.segments_to_keep, -i))
         for i in lacking:
             segment = self._pools.claim_segment()
@@ -123,10 +126,6 @@ class Sharing:
                 break
             taken[i] = segment
         return tuple(((i + 1) * block_size, taken[i]) for i in passed if i in taken)
-
-    def _is_wanted(self, sequence: Sequence, block: int) -> bool:
-        """Whether its segment is to be captured. Where an output ends is known only when it has."""
-        return self._is_lasting(sequence, block) or block >= sequence.num_prompt // self._pools.block_size
 
     def _is_lasting(self, sequence: Sequence, block: int) -> bool:
         """Whether its segment is of use once there is a later one."""

@@ -1,10 +1,15 @@
 """Bytes of a token, a block, a slot and a segment: published figures, and parts of every kind."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.actors.engine.model_layout import LayerLayout, ModelLayout, model_layout, paged_layer
 from shoal.kvstore.boundary import BoundaryRule
-from shoal.kvstore.layout import Part, StateLayout
+from shoal.kvstore.layout import Packing, Part, StateLayout
 
 
 def full_attention(num_layers: int) -> ModelLayout:
@@ -111,3 +116,47 @@ def test_a_segment_of_what_no_slot_has_is_a_mistake() -> None:
         LayerLayout(segments=(STATE,))
     with pytest.raises(ValueError, match="two parts of one name"):
         LayerLayout(slots=(STATE, STATE))
+
+
+PARTS = st.builds(
+    Part,
+    name=st.sampled_from("abc"),
+    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    dtype=st.sampled_from(["float32", "bfloat16", "uint8"]),
+)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> LayerLayout:
+    """Of its slot's parts some are stored, perhaps in another shape, as a ring's rows are."""
+    in_blocks, in_slots = (draw(st.lists(PARTS, unique_by=lambda p: p.name, max_size=3)) for _ in range(2))
+    stored = [part for part in in_slots if draw(st.booleans())]
+    saved = tuple(part if draw(st.booleans()) else replace(part, shape=(2,)) for part in stored)
+    return LayerLayout(blocks=tuple(in_blocks), slots=tuple(in_slots), segments=saved)
+
+
+@given(st.lists(layers(), max_size=5))
+def test_every_part_has_bytes_of_its_own_and_what_is_stored_lies_in_front(chosen: list[LayerLayout]) -> None:
+    layout = mixed(*chosen)
+    for packing, parts in (
+        (layout.blocks, [layer.blocks for layer in chosen]),
+        (layout.slots, [layer.slots for layer in chosen]),
+        (layout.segments, [layer.segments for layer in chosen]),
+    ):
+        expected = [(i, part) for i, of_layer in enumerate(parts) for part in of_layer]
+        assert Counter((p.layer, p.part) for p in packing.parts) == Counter(expected)
+        assert num_unused(packing) == packing.num_bytes - sum(part.num_bytes for _, part in expected)
+    for placed in layout.slots.parts:
+        is_stored = placed.part.name in {part.name for part in chosen[placed.layer].segments}
+        assert placed.end <= layout.stored_bytes if is_stored else placed.offset >= layout.stored_bytes
+    assert layout.bytes_per_token * layout.block_size == layout.blocks.num_bytes
+
+
+def num_unused(packing: Packing) -> int:
+    """Bytes that are no part's; none is two parts'."""
+    used = [0] * packing.num_bytes
+    for placed in packing.parts:
+        for i in range(placed.offset, placed.end):
+            used[i] += 1
+    assert set(used) <= {0, 1}
+    return used.count(0)

@@ -307,6 +307,21 @@ def test_41_who_is_preempted_goes_on_from_the_last_state_of_its_output() -> None
     assert bench.drained()
 
 
+def test_what_is_computed_of_an_output_again_keeps_one_state_of_it() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0, max_num_batched_tokens=64)
+    bench.submit(a_request("it", PROMPT, max_tokens=20))
+    while len(bench.tokens["it"]) < 15:
+        bench.step()
+    (sequence,) = bench.scheduler._running
+    bench.engine.reset_prefix_cache()
+    bench.scheduler._preempt(sequence)
+    bench.finish()
+    again = next(s for s in steps_of(bench, 1)[1:] if s.start == 0)
+    assert [boundary for boundary, _ in again.captures] == [24, again.end // 4 * 4]
+    assert bench.tokens["it"] == generate(PROMPT, 20)
+    assert bench.drained()
+
+
 def test_25_blocks_whose_state_is_gone_give_a_shorter_hit() -> None:
     bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
     bench.serve("first", PROMPT)
