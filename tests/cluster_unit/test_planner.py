@@ -60,6 +60,20 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 512,
 }
 
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+}
+
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
     file = folder / "config.json"
@@ -116,6 +130,18 @@ def test_windows_are_state_and_not_blocks(tmp_path: Path) -> None:
     assert made.footprint.layout.segments.num_bytes == 3 * 128 * row
     assert made.footprint.layout.rule.num_segments == 8, "999 rows in blocks of 128"
     assert (made.bytes_per_token, made.most_tokens, made.usable_slots) == (0, None, 12)
+
+
+def test_three_of_four_layers_keep_a_whole_state(tmp_path: Path) -> None:
+    made = plan(tmp_path, QWEN3_NEXT_80B, kv_cache_dtype="bfloat16", max_model_len=32768)
+    matrices, inputs = 36 * 32 * 128 * 128 * 4, 36 * 3 * (2 * 16 + 32) * 128 * 4
+    assert made.bytes_per_token == 12 * 2 * 2 * 256 * 2
+    layout = made.footprint.layout
+    assert layout.slots.num_bytes == layout.segments.num_bytes == matrices + inputs
+    assert (layout.rule.num_segments, layout.can_rewind) == (1, False)
+    said = output(str(tmp_path), "--max-model-len", "32768")
+    assert "36 layers × 32 × 128 × 128 float32" in said
+    assert "one is the state at a boundary" in said
 
 
 def test_a_window_that_nothing_outgrows_is_in_blocks(tmp_path: Path) -> None:
