@@ -7,6 +7,7 @@ client ─HTTP─▶ ingress ──place()──▶ router
                 engine ────────────────┘
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -345,6 +346,16 @@ class HttpConfig:
     """With the chain that verifies it; absolute, on the ingress's node, read again on change."""
     ssl_keyfile: str | None = None
     """None: in ssl_certfile too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressAccount:
+    """What an ingress answers when it is told who exists."""
+
+    can_place: frozenset[DeploymentId]
+    """Of these it knows an engine to place on, and can read what clients write."""
+    unread: Mapping[DeploymentId, str]
+    """Whose tokenizers it could not read, and why. It tries again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from shoal.actors.messages import EngineHealth
 
+MAX_ENGINES = 1024
+"""Of a model. Each is told of every store, and every front door of each: beyond it a cluster is several."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscalingConfig:
@@ -31,6 +34,10 @@ class AutoscalingConfig:
             raise ValueError(
                 f"autoscaling_config: min_replicas {self.min_replicas} must be from 1 to "
                 f"max_replicas {self.max_replicas}"
+            )
+        if self.max_replicas > MAX_ENGINES:
+            raise ValueError(
+                f"autoscaling_config: max_replicas must be at most {MAX_ENGINES}, got {self.max_replicas}"
             )
         for name in ("target_ongoing_requests", "target_ttft_s"):
             if not getattr(self, name) > 0:

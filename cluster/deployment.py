@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
+from itertools import count, islice
 
-from shoal.actors.messages import EngineHealth, EngineId, EngineInfo
+from shoal.actors.messages import EngineHealth, EngineInfo
 from shoal.cluster.autoscaler import Autoscaler
+from shoal.cluster.mishaps import Mishaps
 from shoal.cluster.processes import EngineProcess, Launcher, RouterProcess
-from shoal.cluster.spec import DeploymentSpec
+from shoal.cluster.spec import DeploymentSpec, short
 from shoal.cluster.watch import State, Watched
 
 SETTLE_S = 2.5
@@ -16,6 +18,11 @@ SETTLE_S = 2.5
 
 ROOM_S = 5.0
 """An engine of which nothing was heard for so long after it was asked for waits for room somewhere."""
+
+
+STARTS_A_TICK = 32
+"""More engines than these are made in the ticks that follow: to make one takes Ray some milliseconds, and
+nobody is told anything meanwhile."""
 
 
 class Phase(StrEnum):
@@ -52,6 +59,11 @@ class Member:
         """It is to drain when another is there in its place."""
         self.last_node: str | None = None
         """Where it was last known to be, also while it is started again."""
+
+    @property
+    def process_id(self) -> str | None:
+        """Its engine's, while it has one."""
+        return self.watched.process.process_id if self.watched.process else None
 
     @property
     def phase(self) -> Phase:
@@ -122,12 +134,14 @@ class Deployment:
         spec: DeploymentSpec,
         launcher: Launcher,
         clock: Callable[[], float],
+        mishaps: Mishaps,
         *,
         drain_s: float,
         has_served: bool = False,
     ) -> None:
         """has_served: under an earlier supervisor."""
         self.spec = spec
+        self._mishaps = mishaps
         self._launcher = launcher
         self._clock = clock
         self.drain_s = drain_s
@@ -199,19 +213,19 @@ class Deployment:
 
     @property
     def troubles(self) -> dict[str, str]:
-        name = self.spec.model.name
-        said = {f"router of {name}": self.router.trouble} if self.router.trouble else {}
+        said = {self._router_name: self.router.trouble} if self.router.trouble else {}
         troubled = (status for status in self.status() if status.trouble)
-        return said | {f"engine {status.index} of {name}": status.trouble or "" for status in troubled}
+        return said | {self._engine_name(status.index): status.trouble or "" for status in troubled}
 
     def status(self) -> tuple[EngineStatus, ...]:
+        lacking = cache(lambda: self._launcher.lacking(self.spec))
         return tuple(
             EngineStatus(
                 index=member.index,
                 phase=member.phase,
                 info=member.watched.info if member.watched.ready else None,
                 health=member.health,
-                trouble=self._trouble(member),
+                trouble=_trouble(member, lacking),
                 doing=member.watched.doing,
             )
             for member in self.members
@@ -238,38 +252,36 @@ class Deployment:
             self.needed = self._autoscaler.wanted([member.health for member in self.ready], self.needed)
 
     def tick(self, leaving: Set[str], crowd: Mapping[str, int], *, as_it_is: bool = False) -> None:
-        """leaving: nodes on which nothing may stay. crowd: how many engines a node hosts, of all models.
-        as_it_is: none is started, and none let go."""
+        """leaving: engines that are to go when others have come in their place, and nodes on which nothing
+        may stay. crowd: how many engines a node hosts, of all models. as_it_is: none is started or let go."""
         for member in self.staying:
-            if member.node in leaving:
+            if member.node in leaving or member.process_id in leaving:
                 member.is_leaving = True
         if not as_it_is:
             self._have_as_many_as_wanted(crowd)
             self._let_leave()
-        self.router.tick()
+        with self._mishaps.of(self._router_name):
+            self.router.tick()
         self.known_router = self.router.ready or self.known_router
         for member in list(self.members):
-            if not member.tick(self.drain_s):
-                self._forget(member)
+            with self._mishaps.of(self._engine_name(member.index)):
+                if not member.tick(self.drain_s):
+                    self._forget(member)
         self.has_served = self.has_served or bool(self.ready)
-
-    def drain(self, engine_id: EngineId) -> bool:
-        """Let that engine go when another has come in its place. False if there is none."""
-        for member in self.speaking:
-            if member.watched.info.engine_id == engine_id:
-                member.is_leaving = True
-                return True
-        return False
 
     def kill(self) -> None:
         for member in self.members:
-            member.watched.kill()
-        self.router.kill()
+            with self._mishaps.of(self._engine_name(member.index)):
+                member.watched.kill()
+        with self._mishaps.of(self._router_name):
+            self.router.kill()
 
-    def _trouble(self, member: Member) -> str | None:
-        if member.waits_for_room:
-            return self._launcher.lacking(self.spec)
-        return member.watched.fatal or member.watched.trouble
+    @property
+    def _router_name(self) -> str:
+        return f"router of {self.spec.model.name}"
+
+    def _engine_name(self, index: int) -> str:
+        return f"engine {index} of {self.spec.model.name}"
 
     def _have_as_many_as_wanted(self, crowd: Mapping[str, int]) -> None:
         for member in self.staying if self.is_outgoing else ():
@@ -283,8 +295,8 @@ class Deployment:
                 self._end(member)
             else:
                 member.drain()
-        for _ in range(0 if self.is_outgoing else -excess):
-            self._add()
+        if excess < 0 and not self.is_outgoing:
+            self._add(min(-excess, STARTS_A_TICK))
 
     def _let_leave(self) -> None:
         """Those who are to go do so as others become ready in their place; one by one if these lack room."""
@@ -296,17 +308,18 @@ class Deployment:
             member.drain()
 
     def _end(self, member: Member) -> None:
-        member.watched.kill()
-        self._forget(member)
+        with self._mishaps.of(self._engine_name(member.index)):
+            member.watched.kill()
+            self._forget(member)
 
     def _forget(self, member: Member) -> None:
         self.members.remove(member)
         self._num_failures_gone += member.watched.num_failures
 
-    def _add(self) -> None:
+    def _add(self, num_engines: int) -> None:
         taken = {member.index for member in self.members}
-        index = next(i for i in range(len(taken) + 1) if i not in taken)
-        self.members.append(self._member(index, None))
+        free = (index for index in count() if index not in taken)
+        self.members += [self._member(index, None) for index in islice(free, num_engines)]
         self.members.sort(key=lambda member: member.index)
 
     def _member(self, index: int, adopted: EngineProcess | None) -> Member:
@@ -324,13 +337,18 @@ class Deployment:
         return Member(index, watched, self._clock)
 
     def _accept(self, info: EngineInfo) -> None:
-        """Of the same bytes as those that serve: else an answer would depend on where it is computed."""
-        for other in (member.watched.info for member in self.speaking):
-            if info.content != other.content:
-                raise ValueError(
-                    f"{self.spec.engine.checkpoint} on node {info.node[-8:]} has other weights or another "
-                    f"config.json than on node {other.node[-8:]}: make them the same"
-                )
+        """Of the same bytes as those that serve: else an answer would depend on where it is computed. These
+        are the same among themselves."""
+        other = next((member.watched.info for member in self.members if member.watched.ready), None)
+        if other is not None and info.content != other.content:
+            raise ValueError(
+                f"{self.spec.engine.checkpoint} on node {short(info.node)} has other weights or another "
+                f"config.json than on node {short(other.node)}: make them the same"
+            )
+
+
+def _trouble(member: Member, lacking: Callable[[], str]) -> str | None:
+    return lacking() if member.waits_for_room else member.watched.fatal or member.watched.trouble
 
 
 def _loss(member: Member, crowd: Mapping[str, int]) -> tuple[bool, int, int, int]:

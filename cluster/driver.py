@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from rich.console import Console
 
 from shoal.cluster.console import PLAIN
@@ -14,6 +14,7 @@ from shoal.cluster.lifecycle import ServeError, call, is_gone
 from shoal.cluster.spec import ClusterSpec
 from shoal.cluster.start_time import StartTime
 from shoal.cluster.supervisor import ClusterStatus
+from shoal.cluster.watch import last_line
 from shoal.kvstore.messages import StoreId
 from shoal.kvstore.sizes import format_size
 
@@ -117,14 +118,15 @@ def watch(
             call(supervisor.renew_lease)
             status: ClusterStatus = call(supervisor.status)
         except (RayError, GetTimeoutError) as error:
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise ServeError(f"the supervisor cannot begin: {last_line(error)}") from error
             if has_spoken and is_gone(namespace):
                 account.say("somebody has stopped the cluster")
                 return
             now = time.monotonic()
             if now - heard > SILENCE_DEADLINE_S:
-                reason = str(error).strip().splitlines()[-1]
                 raise ServeError(
-                    f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {reason}"
+                    f"the supervisor is silent for {SILENCE_DEADLINE_S:.0f} s: {last_line(error)}"
                 ) from error
             if now - waiting_since > HANG_DEADLINE_S and has_spoken and isinstance(error, GetTimeoutError):
                 account.say("the supervisor hangs; ending it")

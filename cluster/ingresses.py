@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from shoal.actors.messages import DeploymentCard, IngressInfo
+from shoal.actors.messages import DeploymentCard, DeploymentId, IngressInfo
+from shoal.cluster.mishaps import Mishaps
 from shoal.cluster.processes import Doorway, IngressProcess, Launcher
 from shoal.cluster.watch import Watched
 
@@ -22,9 +23,10 @@ class Ingresses:
     """One whose doorway is gone, or is on a node that is to be left, closes, and ends when its streams have.
     Those that are counted stay beside the supervisor: closed there they would only open there again."""
 
-    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+    def __init__(self, launcher: Launcher, clock: Callable[[], float], mishaps: Mishaps) -> None:
         self._launcher = launcher
         self._clock = clock
+        self._mishaps = mishaps
         self._adopted = dict(launcher.adopt_ingresses())
         self._open: dict[str, Watched[IngressProcess]] = {}
         self._closing: dict[str, _Leaving] = {}
@@ -60,7 +62,19 @@ class Ingresses:
 
     @property
     def troubles(self) -> dict[str, str]:
-        return {name.replace("-", " "): w.trouble for name, w in self._open.items() if w.trouble}
+        said = {name.replace("-", " "): w.trouble for name, w in self._open.items() if w.trouble}
+        names = {card.deployment_id: card.model.name for card in self._models}
+        for door, watched in self._open.items():
+            account = watched.ready.account if watched.ready else None
+            for deployment_id, why in account.unread.items() if account else ():
+                model = names.get(deployment_id, deployment_id)
+                said[f"{model} at {door.replace('-', ' ')}"] = f"its tokenizer is not read: {why}"
+        return said
+
+    def can_place(self, deployment_id: DeploymentId) -> bool:
+        """Whether each that is open could, by its own word: one hears of engines after they are ready."""
+        accounts = [watched.ready.account for watched in self._open.values() if watched.ready]
+        return all(account and deployment_id in account.can_place for account in accounts)
 
     def tick(
         self,
@@ -83,36 +97,44 @@ class Ingresses:
         for name, left in self._adopted.items():  # it was closing, and may have streams: it goes on with that
             self._open[name] = Watched(_never, self._clock, left)
         self._adopted.clear()
-        for watched in self._open.values():
-            watched.tick()
+        for name, watched in self._open.items():
+            with self._mishaps.of(name):
+                watched.tick()
         for name, closing in list(self._closing.items()):
             if closing.has_ended.done() or self._clock() > closing.by:
-                closing.watched.kill()
-                del self._closing[name]
+                with self._mishaps.of(name):
+                    closing.watched.kill()
+                    del self._closing[name]
         self._has_been_ready = self._has_been_ready or any(self.infos)
 
     def stop(self, grace_s: float) -> list[Future[Any]]:
-        return [process.stop(grace_s) for _, process in self.speaking]
+        stopping: list[Future[Any]] = []
+        for info, process in self.speaking:
+            with self._mishaps.of(info.ingress_id):
+                stopping.append(process.stop(grace_s))
+        return stopping
 
     def kill(self) -> None:
-        for watched in self._open.values():
-            watched.kill()
-        for closing in self._closing.values():
-            closing.watched.kill()
-        for left in self._adopted.values():
-            left.kill()
+        closing = {name: leaving.watched for name, leaving in self._closing.items()}
+        everyone: dict[str, Watched[IngressProcess] | IngressProcess]
+        everyone = {**self._adopted, **closing, **self._open}
+        for name, process in everyone.items():
+            with self._mishaps.of(name):
+                process.kill()
 
     def _launch(self, doorway: Doorway) -> IngressProcess:
-        return self._launcher.ingress(doorway, self._models)
+        return self._launcher.ingress(doorway, self._models, is_first=not self._has_been_ready)
 
     def _close(self, name: str, drain_s: float) -> None:
-        watched = self._open.pop(name)
-        self._num_failures_gone += watched.num_failures
-        if watched.ready:
-            by = self._clock() + drain_s + CLOSING_S
-            self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)
-        else:
-            watched.kill()
+        watched = self._open[name]
+        with self._mishaps.of(name):
+            if watched.ready:
+                by = self._clock() + drain_s + CLOSING_S
+                self._closing[name] = _Leaving(watched, watched.ready.stop(drain_s), by)
+            else:
+                watched.kill()
+            self._num_failures_gone += watched.num_failures
+            del self._open[name]
 
 
 def _never() -> IngressProcess:

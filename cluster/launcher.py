@@ -3,6 +3,7 @@
 import uuid
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import ray
@@ -14,12 +15,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from shoal.actors.engine.actor import EngineActor
 from shoal.actors.ingress.actor import IngressActor
-from shoal.actors.messages import DeploymentCard, DeploymentId, EngineHealth, EngineId, EngineInfo, IngressId
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineHealth,
+    EngineId,
+    EngineInfo,
+    IngressAccount,
+    IngressId,
+)
 from shoal.actors.router.actor import RouterActor
 from shoal.cluster import node_files
 from shoal.cluster.host_memory import store_budget
 from shoal.cluster.processes import Doorway, EngineProcess, Introduction, RouterProcess, StoreProcess
-from shoal.cluster.spec import ClusterSpec, DeploymentSpec, namespace_of
+from shoal.cluster.spec import ClusterSpec, DeploymentSpec, namespace_of, short
 from shoal.kvstore.actor import StoreActor
 from shoal.kvstore.messages import StoreId, StoreInfo
 from shoal.kvstore.sizes import format_size
@@ -55,11 +64,17 @@ class RayEngine(RayProcess):
     """In a placement group of its own: what waits for room there makes Ray's autoscaler add a node."""
 
     def __init__(
-        self, process_id: str, actor: Any, on_start: Callable[[], None], group: PlacementGroup | None
+        self,
+        process_id: str,
+        actor: Any,
+        on_start: Callable[[], None],
+        group: PlacementGroup | None,
+        is_placed: Callable[[PlacementGroup], bool],
     ) -> None:
         super().__init__(process_id, actor, on_start)
         self.health: EngineHealth | None = None
         self._group = group
+        self._is_placed = is_placed
 
     def ping(self) -> Future[bool]:
         def healthy(health: EngineHealth) -> bool:
@@ -72,7 +87,7 @@ class RayEngine(RayProcess):
         return _then(self.actor.doing.remote().future(), lambda doing: doing)
 
     def has_room(self) -> bool:
-        return self._group is None or placement_group_table(self._group).get("state") == "CREATED"
+        return self._group is None or self._is_placed(self._group)
 
     def kill(self) -> None:
         super().kill()
@@ -113,10 +128,22 @@ class RayRouter(RayProcess):
 
 
 class RayIngress(RayProcess):
+    def __init__(self, process_id: str, actor: Any, on_start: Callable[[], None]) -> None:
+        super().__init__(process_id, actor, on_start)
+        self.account: IngressAccount | None = None
+        self._num_told = self._heard = 0
+
     def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None:
         told = [(one.card, one.router and _actor(one.router), _actors(one.engines)) for one in deployments]
         supervisor = ray.get_runtime_context().current_actor
-        self.actor.introduce.remote(told, _actors(stores), supervisor)
+        self._num_told += 1
+        answered = self.actor.introduce.remote(told, _actors(stores), supervisor).future()
+        answered.add_done_callback(partial(self._hear, self._num_told))
+
+    def _hear(self, number: int, answered: Future[IngressAccount]) -> None:
+        """On any thread. Answers need not come in the order of the calls."""
+        if number > self._heard and answered.exception() is None:
+            self._heard, self.account = number, answered.result()
 
     def stop(self, grace_s: float) -> Future[Any]:
         return _then(self.actor.stop.remote(grace_s).future(), lambda _: None)
@@ -133,7 +160,9 @@ class RayLauncher:
         self._kv_store_bytes = kv_store_bytes
         self._leaving: frozenset[str] = frozenset()
         self._nodes: list[dict[str, Any]] = []
-        """Those that lived when Ray was last asked."""
+        """Those that lived when Ray was last asked,"""
+        self._placed: frozenset[str] = frozenset()
+        """and the placement groups that had their place."""
 
     def engine(self, deployment: DeploymentSpec, index: int) -> RayEngine:
         name = _new_name(f"{_engine_prefix(deployment)}{index}-")
@@ -155,7 +184,7 @@ class RayLauncher:
         except Exception:
             remove_placement_group(group)
             raise
-        return RayEngine(name, actor, self._on_start, group)
+        return RayEngine(name, actor, self._on_start, group, self._is_placed)
 
     def store(self, node: str) -> RayStore:
         name = _new_name(_store_prefix(node))
@@ -170,19 +199,22 @@ class RayLauncher:
         args = (deployment.engine.block_size, deployment.routing_policy, self._of(deployment))
         return RayRouter(name, self._launch(name, RouterActor, self._beside_us, *args), self._on_start)
 
-    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> RayIngress:
+    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard], *, is_first: bool) -> RayIngress:
         options = self._beside_us
         if doorway.node:
             here = NodeAffinitySchedulingStrategy(doorway.node, soft=False)
             options = {"num_cpus": 0, "scheduling_strategy": here}
-        args = (doorway.http, models, self._labels, node_files.without_weights)
+        args = (doorway.http, models, self._labels, node_files.without_weights, is_first)
         actor = self._launch(doorway.name, IngressActor, options, *args)
         return RayIngress(doorway.name, actor, self._on_start)
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:
         groups = self._groups()
         found = self._find_all(_engine_prefix(deployment))
-        return [RayEngine(name, actor, self._on_start, groups.get(name)) for name, actor in found.items()]
+        return [
+            RayEngine(name, actor, self._on_start, groups.get(name), self._is_placed)
+            for name, actor in found.items()
+        ]
 
     def adopt_router(self, deployment: DeploymentSpec) -> RayRouter | None:
         name = _router_name(deployment)
@@ -223,6 +255,8 @@ class RayLauncher:
     def look(self, leaving: Set[str]) -> None:
         self._leaving = frozenset(leaving)
         self._nodes = nodes()
+        table: dict[str, dict[str, Any]] = placement_group_table()
+        self._placed = frozenset(group_id for group_id, group in table.items() if group["state"] == "CREATED")
 
     @property
     def nodes(self) -> list[str]:
@@ -240,6 +274,10 @@ class RayLauncher:
                 return f"needs {_said(what, amount)}, and the largest node has {_said(what, largest)}"
         needs = " and ".join(_said(what, amount) for what, amount in _needs(deployment).items())
         return f"waits for a node that has {needs} free"
+
+    def _is_placed(self, group: PlacementGroup) -> bool:
+        """As of the latest look: to ask for each that waits would cost a call each."""
+        return group.id.hex() in self._placed
 
     def _of(self, deployment: DeploymentSpec) -> dict[str, str]:
         """Labels of the metrics of those that serve one model."""
@@ -307,11 +345,6 @@ def _said(what: str, amount: float) -> str:
 def object_store_bytes() -> dict[str, int]:
     """Of each node of this Ray that lives, by its id."""
     return {node["NodeID"]: int(node["Resources"].get("object_store_memory", 0)) for node in nodes()}
-
-
-def short(node: str) -> str:
-    """Of a node's id, what it is called by here. How ids end differs even where somebody has chosen them."""
-    return node[-8:]
 
 
 def _new_name(prefix: str) -> str:

@@ -11,8 +11,10 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util import list_named_actors, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shoal.cluster.kept import OtherVersion, read, written
 from shoal.cluster.launcher import groups_of
 from shoal.cluster.spec import ClusterSpec, namespace_of
+from shoal.cluster.supervisor import Wish
 from shoal.cluster.supervisor_actor import SUPERVISOR, SupervisorActor, forget_wishes
 
 CALL_DEADLINE_S = 5.0
@@ -38,7 +40,9 @@ def find_running(name: str, *, is_detached: bool) -> Running | None:
     except ValueError:
         return None
     try:
-        spec: ClusterSpec = call(supervisor.spec)
+        spec = read(call(supervisor.wish)).spec
+    except OtherVersion as error:
+        raise ServeError(f"{error}, or choose --name") from error
     except (RayError, GetTimeoutError) as error:
         raise ServeError(
             f"a cluster named {name!r} runs in this Ray, but its supervisor does not answer "
@@ -81,7 +85,7 @@ def new_cluster(spec: ClusterSpec) -> Iterator[Any]:
             num_cpus=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         )
-        .remote(spec)
+        .remote(written(Wish(spec=spec)))
     )
     try:
         yield supervisor

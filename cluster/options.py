@@ -11,6 +11,8 @@ from shoal.cluster.autoscaler import AutoscalingConfig
 from shoal.cluster.watch import START_TIMEOUT_S
 from shoal.kvstore.layout import KVDtype
 
+MAX_PORT = 65535
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:

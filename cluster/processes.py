@@ -11,6 +11,7 @@ from shoal.actors.messages import (
     EngineHealth,
     EngineInfo,
     HttpConfig,
+    IngressAccount,
     IngressId,
 )
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
@@ -65,6 +66,11 @@ class Introduction:
 
 
 class IngressProcess(Process, Protocol):
+    @property
+    def account(self) -> IngressAccount | None:
+        """What it said to the latest introduction that it answered."""
+        ...
+
     def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None: ...
 
     def stop(self, grace_s: float) -> Future[Any]:
@@ -86,7 +92,12 @@ class Launcher(Protocol):
 
     def router(self, deployment: DeploymentSpec) -> RouterProcess: ...
 
-    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> IngressProcess: ...
+    def ingress(
+        self, doorway: Doorway, models: Sequence[DeploymentCard], *, is_first: bool
+    ) -> IngressProcess:
+        """is_first: none of the cluster's has listened yet, so a tokenizer that it cannot read is a mistake
+        of the whole. Later it costs that model alone."""
+        ...
 
     def store(self, node: str) -> StoreProcess: ...
 

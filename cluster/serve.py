@@ -22,7 +22,7 @@ from shoal.cluster.driver import POLL_S, Account, watch
 from shoal.cluster.host_memory import check_store_budget
 from shoal.cluster.launcher import object_store_bytes
 from shoal.cluster.lifecycle import ServeError, changed, find_running, new_cluster
-from shoal.cluster.options import ModelOptions, ServeOptions
+from shoal.cluster.options import MAX_PORT, ModelOptions, ServeOptions
 from shoal.cluster.readings import Reading, Readings
 from shoal.cluster.signals import stop_signal
 from shoal.cluster.sources import Part, resolve_model
@@ -31,7 +31,6 @@ from shoal.cluster.start_time import StartTime, process_age_s
 from shoal.cluster.work import Work, beside
 from shoal.kvstore.sizes import format_size
 
-MAX_PORT = 65535
 LISTENED_ON = range(20_000, 32_768)
 
 PREDECESSOR_DEADLINE_S = 45.0

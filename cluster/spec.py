@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.messages import DeploymentId, HttpConfig, ModelCard
 from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.autoscaler import MAX_ENGINES, AutoscalingConfig
 from shoal.cluster.watch import START_TIMEOUT_S
 
 MAX_SLUG = 32
@@ -38,6 +38,8 @@ class DeploymentSpec:
     def __post_init__(self) -> None:
         if self.num_engines < 0:
             raise ValueError(f"--engines must be at least 0, got {self.num_engines}")
+        if self.num_engines > MAX_ENGINES:
+            raise ValueError(f"--engines must be at most {MAX_ENGINES}, got {self.num_engines}")
         if self.start_timeout_s <= 0:
             raise ValueError(f"--start-timeout must be above 0, got {self.start_timeout_s:g}")
 
@@ -94,3 +96,8 @@ class ClusterSpec:
 def namespace_of(name: str) -> str:
     """The Ray namespace in which a cluster's actors have their names."""
     return f"shoal-{name}"
+
+
+def short(node: str) -> str:
+    """Of a node's id, what it is called by here. How ids end differs even where somebody has chosen them."""
+    return node[-8:]

@@ -6,6 +6,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shoal.cluster.spec import short
 from shoal.cluster.supervisor import ClusterStatus
 
 STYLES = {"ready": "green", "joining": "yellow", "draining": "cyan"}
@@ -49,6 +50,7 @@ def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
             for info in status.stores
         ],
         "leaving_nodes": sorted(status.leaving),
+        "leaving_engines": sorted(status.leaving_engines),
         "troubles": list(status.troubles),
     }
 
@@ -67,7 +69,7 @@ def shown(status: dict[str, Any]) -> Group:
                 Text(f"{model['model']}{outgoing}"),
                 Text(name),
                 _phase(engine),
-                (engine["node"] or "")[-8:],
+                short(engine["node"] or ""),
                 str(engine["num_requests"]),
                 f"{engine['uncomputed_tokens']:,}",
                 f"{engine['prefill_tokens_per_s']:,.0f}",
@@ -77,7 +79,9 @@ def shown(status: dict[str, Any]) -> Group:
     doors = ", ".join(door["url"] if door else "(not ready)" for door in status["ingresses"])
     head = f"{status['name']}: {'ready' if status['ready'] else 'not ready'}; {doors}"
     lines: list[RenderableType] = [Text(head, style="bold"), table]
-    lines += [Text(f"leaving node {node[-8:]}", style="cyan") for node in status["leaving_nodes"]]
+    leaving = [f"leaving node {short(node)}" for node in status["leaving_nodes"]]
+    leaving += [f"leaving {engine}" for engine in status["leaving_engines"]]
+    lines += [Text(line, style="cyan") for line in leaving]
     lines += [Text(trouble, style="yellow") for trouble in status["troubles"]]
     return Group(*lines)
 

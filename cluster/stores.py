@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from shoal.cluster.mishaps import Mishaps
 from shoal.cluster.processes import Launcher, StoreProcess
+from shoal.cluster.spec import short
 from shoal.cluster.watch import Watched
 from shoal.kvstore.messages import StoreInfo
 
@@ -27,9 +29,10 @@ class Stores:
     None is essential: while one is away its prefixes are computed again.
     """
 
-    def __init__(self, launcher: Launcher, clock: Callable[[], float]) -> None:
+    def __init__(self, launcher: Launcher, clock: Callable[[], float], mishaps: Mishaps) -> None:
         self._launcher = launcher
         self._clock = clock
+        self._mishaps = mishaps
         self._stores: dict[str, Watched[StoreProcess]] = {}
         """By node."""
         self._leaving: dict[str, _Leaving] = {}
@@ -44,8 +47,8 @@ class Stores:
 
     @property
     def troubles(self) -> dict[str, str]:
-        """By node: why there is none, if something failed."""
-        return {node: store.trouble for node, store in self._stores.items() if store.trouble}
+        """Why there is none, if something failed."""
+        return {_name(node): store.trouble for node, store in self._stores.items() if store.trouble}
 
     @property
     def num_wanted(self) -> int:
@@ -68,18 +71,23 @@ class Stores:
             launch = partial(self._launcher.store, node)
             self._stores[node] = Watched(launch, self._clock, self._adopt(node), essential=False)
         for node in self._stores.keys() - nodes:
-            self._leave(node)
+            with self._mishaps.of(_name(node)):
+                self._leave(node)
         if all_are_known:
             self._kill_adopted()
-        for store in self._stores.values():
-            store.tick()
+        for node, store in self._stores.items():
+            with self._mishaps.of(_name(node)):
+                store.tick()
         for node, leaving in list(self._leaving.items()):
             if leaving.is_empty.done() or self._clock() > leaving.by:
-                self._leaving.pop(node).store.kill()
+                with self._mishaps.of(_name(node)):
+                    leaving.store.kill()
+                    del self._leaving[node]
 
     def kill(self) -> None:
-        for store in self._all.values():
-            store.kill()
+        for node, store in self._all.items():
+            with self._mishaps.of(_name(node)):
+                store.kill()
         self._kill_adopted()
 
     @property
@@ -88,24 +96,34 @@ class Stores:
 
     def _leave(self, node: str) -> None:
         """The node may be given back as soon as nothing of ours is there: others take over what is wanted."""
-        store = self._stores.pop(node)
-        self._num_failures_elsewhere += store.num_failures
-        others = [other.ready for other in self._stores.values() if other.ready]
+        store = self._stores[node]
+        others = [other.ready for other in self._stores.values() if other.ready and other is not store]
         if store.ready and others:
             by = self._clock() + EVACUATION_S
             self._leaving[node] = _Leaving(store, store.ready.evacuate(others), by)
         else:
             store.kill()
+        self._num_failures_elsewhere += store.num_failures
+        del self._stores[node]
 
     def _adopt(self, node: str) -> StoreProcess | None:
         """One is taken over; should an earlier supervisor have died while it replaced it, the others end."""
-        here = [store for store in self._adopted if store.is_on(node)]
-        self._adopted = [store for store in self._adopted if store not in here]
-        for surplus in here[1:]:
-            surplus.kill()
-        return here[0] if here else None
+        found = next((store for store in self._adopted if store.is_on(node)), None)
+        if found is not None:
+            self._adopted.remove(found)
+            for surplus in [store for store in self._adopted if store.is_on(node)]:
+                self._kill_one_adopted(surplus)
+        return found
 
     def _kill_adopted(self) -> None:
-        for store in self._adopted:
+        for store in list(self._adopted):
+            self._kill_one_adopted(store)
+
+    def _kill_one_adopted(self, store: StoreProcess) -> None:
+        with self._mishaps.of(store.process_id):
             store.kill()
-        self._adopted.clear()
+            self._adopted.remove(store)
+
+
+def _name(node: str) -> str:
+    return f"store on {short(node)}"

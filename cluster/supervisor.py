@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from shoal.actors.messages import DeploymentCard, DeploymentId, EngineId, EngineInfo, IngressInfo
 from shoal.cluster.deployment import Deployment, EngineStatus, Phase, engines_by_node
 from shoal.cluster.ingresses import Ingresses
+from shoal.cluster.mishaps import Mishaps
 from shoal.cluster.processes import Introduction, Launcher
 from shoal.cluster.roll import allowed
 from shoal.cluster.spec import ClusterSpec, DeploymentSpec
@@ -22,6 +23,9 @@ ticks and not by the clock, so that a stalled supervisor does not take its own a
 ADOPTION_DEADLINE_S = 5.0
 """What runs already says at once that it is ready. Who does not within this time is told of later."""
 
+GONE_S = 60.0
+"""A node that is to be left and has not been among Ray's for so long has been left."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
@@ -32,8 +36,12 @@ class Wish:
     """Deployments that others take the place of."""
     leaving: frozenset[str] = frozenset()
     """Nodes on which nothing is to stay."""
+    leaving_engines: frozenset[EngineId] = frozenset()
+    """Engines that are to go when others have come in their place."""
     served: frozenset[DeploymentId] = frozenset()
     """Deployments that have had a ready engine: whatever fails there is no mistake of the whole."""
+    is_stopped: bool = False
+    """It is to end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +61,11 @@ class ClusterStatus:
     stores: tuple[StoreInfo, ...]
     """Of those that are ready: the cluster serves without them too."""
     leaving: frozenset[str]
+    """Nodes,"""
+    leaving_engines: frozenset[EngineId]
+    """and engines."""
     ready: bool
-    """It has all engines, and every ingress listens."""
+    """It has all engines, and every ingress listens and knows one of each model."""
     failed: str | None
     """Why the cluster can never become ready, if so."""
     troubles: tuple[str, ...]
@@ -90,6 +101,7 @@ class Supervisor:
         self.wish = wish
         self._launcher = launcher
         self._clock = clock
+        self._mishaps = Mishaps()
         self._began = clock()
         self._deployments: dict[DeploymentId, Deployment] = {}
         for spec in (*wish.spec.deployments, *wish.outgoing):
@@ -97,24 +109,27 @@ class Supervisor:
         for current in self._current:
             self._begin(current)
         launcher.end_others(self._deployments.keys())
-        self._ingresses = Ingresses(launcher, clock)
-        self._stores = Stores(launcher, clock)
+        self._ingresses = Ingresses(launcher, clock, self._mishaps)
+        self._stores = Stores(launcher, clock, self._mishaps)
         self._ticks_of_lease = LEASE_TICKS
-        self._is_stopped = False
+        self._last_seen: dict[str, float] = {}
+        """When a node that is to be left was among Ray's."""
         self._num_failures_gone = 0  # of engines of deployments that are no more
 
     def tick(self, *, early: bool = False) -> None:
         """early: between two of those ticks, since somebody has started. The lease does not count it."""
         self._ticks_of_lease -= not early
-        self._launcher.look(self.wish.leaving)
+        self._mishaps.begin_tick()
+        with self._mishaps.of("Ray's nodes"):  # else those that were seen last
+            self._launcher.look(self.wish.leaving)
         if not self._is_taking_over:
             self._scale()
         crowd = engines_by_node(list(self._deployments.values()))
+        leaving = self.wish.leaving | self.wish.leaving_engines
         for deployment in self._deployments.values():  # first whoever takes longest to start
-            deployment.tick(self.wish.leaving, crowd, as_it_is=self._is_taking_over)
+            deployment.tick(leaving, crowd, as_it_is=self._is_taking_over)
         self._forget_what_is_gone()
-        served = frozenset(i for i, deployment in self._deployments.items() if deployment.has_served)
-        self.wish = replace(self.wish, served=served)
+        self._forget_what_was_wished()
         self._tick_ingresses()
         self._tick_stores()
         if not self._is_taking_over:
@@ -184,30 +199,31 @@ class Supervisor:
         ValueError if there is none."""
         speaking = [m.watched.info.engine_id for d in self._deployments.values() for m in d.speaking]
         whole = EngineId(_the_one("engine", engine, speaking))
-        for deployment in self._deployments.values():
-            deployment.drain(whole)
+        self.wish = replace(self.wish, leaving_engines=self.wish.leaving_engines | {whole})
 
     def renew_lease(self) -> None:
         self._ticks_of_lease = LEASE_TICKS
 
     def stop(self) -> None:
-        self._is_stopped = True
+        self.wish = replace(self.wish, is_stopped=True)
 
     @property
     def is_to_end(self) -> bool:
         """It was told to, or whoever it belongs to is gone."""
-        return self._is_stopped or (self._ticks_of_lease <= 0 and not self.wish.spec.is_detached)
+        return self.wish.is_stopped or (self._ticks_of_lease <= 0 and not self.wish.spec.is_detached)
 
     def status(self) -> ClusterStatus:
         ingresses = self._ingresses.infos
-        has_all_engines = all(deployment.is_complete for deployment in self._current)
+        current_ones = self._current
+        has_all_engines = all(deployment.is_complete for deployment in current_ones)
+        can_place = all(self._ingresses.can_place(d.spec.deployment_id) for d in current_ones if d.wanted)
         return ClusterStatus(
             ingresses=ingresses,
             deployments=tuple(
                 DeploymentStatus(
                     deployment_id=deployment_id,
                     model=deployment.spec.model.name,
-                    is_outgoing=deployment not in self._current,
+                    is_outgoing=deployment not in current_ones,
                     wanted=deployment.wanted,
                     engines=deployment.status(),
                 )
@@ -215,11 +231,16 @@ class Supervisor:
             ),
             stores=tuple(info for info, _ in self._stores.ready.values()),
             leaving=self.wish.leaving,
+            leaving_engines=self.wish.leaving_engines,
             has_all_engines=has_all_engines,
-            ready=has_all_engines and bool(ingresses) and all(ingresses),
+            ready=has_all_engines and bool(ingresses) and all(ingresses) and can_place,
             failed=self._failed,
             troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
         )
+
+    @property
+    def num_mishaps(self) -> int:
+        return self._mishaps.count
 
     def counts(self) -> dict[Role, RoleCounts]:
         deployments, stores, ingresses = self._deployments.values(), self._stores, self._ingresses
@@ -262,6 +283,12 @@ class Supervisor:
         """One a model, in the order in which they were named."""
         return [self._deployments[spec.deployment_id] for spec in self.wish.spec.deployments]
 
+    @property
+    def _in_order(self) -> list[Deployment]:
+        """The same, and then those that go: without a name a client asks for the first."""
+        current_ones = self._current
+        return current_ones + [d for d in self._deployments.values() if d not in current_ones]
+
     def _outgoing(self, model: str) -> list[Deployment]:
         """Those whose place is being taken, the newest first."""
         current = {spec.deployment_id for spec in self.wish.spec.deployments}
@@ -270,7 +297,14 @@ class Supervisor:
 
     def _deploy(self, spec: DeploymentSpec) -> Deployment:
         has_served = spec.deployment_id in self.wish.served
-        return Deployment(spec, self._launcher, self._clock, drain_s=self._drain_s, has_served=has_served)
+        return Deployment(
+            spec,
+            self._launcher,
+            self._clock,
+            self._mishaps,
+            drain_s=self._drain_s,
+            has_served=has_served,
+        )
 
     def _begin(self, current: Deployment) -> None:
         """With as many engines as the model has now, whosesoever they are, if the load is to decide."""
@@ -281,7 +315,7 @@ class Supervisor:
     def _tick_ingresses(self) -> None:
         """An ingress that is replaced while we roll begins with what is served then."""
         doorways = self._launcher.doorways(self.wish.spec)
-        models = [_card(deployment) for deployment in self._deployments.values()]
+        models = [_card(deployment) for deployment in self._in_order]
         self._ingresses.tick(doorways, models, self.wish.leaving, self._drain_s)
 
     def _scale(self) -> None:
@@ -297,9 +331,10 @@ class Supervisor:
                 current.wanted = current.needed
                 left = 0
             else:
+                is_known = self._ingresses.can_place(current.spec.deployment_id)
                 now = allowed(
                     needed=current.needed,
-                    new_ready=len(current.ready),
+                    new_ready=len(current.ready) if is_known else 0,
                     new_waits=any(member.waits_for_room for member in current.members),
                     old=old,
                     old_drains=any(d.is_draining for d in going),
@@ -319,10 +354,26 @@ class Supervisor:
         for deployment_id, deployment in list(self._deployments.items()):
             if deployment_id not in current and deployment.is_gone:
                 deployment.kill()
+                if deployment.router.process:
+                    continue  # it could not be ended now
                 self._num_failures_gone += deployment.num_failures
                 del self._deployments[deployment_id]
-                outgoing = tuple(d for d in self.wish.outgoing if d.deployment_id != deployment_id)
-                self.wish = replace(self.wish, outgoing=outgoing)
+
+    def _forget_what_was_wished(self) -> None:
+        """Of what is gone."""
+        now, nodes, deployments = self._clock(), set(self._launcher.nodes), self._deployments.values()
+        self._last_seen = {
+            node: now if node in nodes or not nodes else self._last_seen.get(node, now)
+            for node in self.wish.leaving
+        }
+        engines = {member.process_id for deployment in deployments for member in deployment.members}
+        self.wish = replace(
+            self.wish,
+            outgoing=tuple(spec for spec in self.wish.outgoing if spec.deployment_id in self._deployments),
+            leaving=frozenset(node for node, at in self._last_seen.items() if now - at <= GONE_S),
+            leaving_engines=self.wish.leaving_engines & engines,
+            served=frozenset(i for i, deployment in self._deployments.items() if deployment.has_served),
+        )
 
     def _tick_stores(self) -> None:
         members = [member for d in self._deployments.values() for member in d.members]
@@ -340,7 +391,7 @@ class Supervisor:
         said = dict(self._ingresses.troubles)
         for deployment in self._deployments.values():
             said |= deployment.troubles
-        return said | {f"store on {node[-8:]}": trouble for node, trouble in self._stores.troubles.items()}
+        return {**said, **self._stores.troubles, **self._mishaps.troubles}
 
     @property
     def _is_taking_over(self) -> bool:
@@ -350,26 +401,30 @@ class Supervisor:
         return self._stores.adopting or self._ingresses.adopting or any(d.adopting for d in deployments)
 
     def _introduce(self) -> None:
-        deployments = list(self._deployments.values())
+        deployments = self._in_order
         on_node = self._stores.ready
         stores = {store.process_id: store for _, store in on_node.values()}
         routers = [d.known_router for d in deployments if d.known_router]
         for _, store in on_node.values():
-            store.introduce(routers)
+            with self._mishaps.of(store.process_id):
+                store.introduce(routers)
         introductions = [_introduction(deployment) for deployment in deployments]
         for _, ingress in self._ingresses.speaking:
-            ingress.introduce(introductions, stores)
+            with self._mishaps.of(ingress.process_id):
+                ingress.introduce(introductions, stores)
         ingress_ids = frozenset(info.ingress_id for info, _ in self._ingresses.speaking)
         for deployment in deployments:
             if router := deployment.router.ready:
                 placed_on = [(m.watched.info, m.watched.ready) for m in deployment.ready if m.watched.ready]
-                router.set_members(placed_on, list(on_node.values()))
+                with self._mishaps.of(router.process_id):
+                    router.set_members(placed_on, list(on_node.values()))
             if (router := deployment.known_router) is None:
                 continue
             for member in deployment.speaking:
                 own = on_node.get(member.watched.info.node)
                 if engine := member.watched.ready:
-                    engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
+                    with self._mishaps.of(engine.process_id):
+                        engine.introduce(router, ingress_ids, stores, own[1].process_id if own else None)
 
 
 def _the_one(kind: str, part: str, ids: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import pickle
 import threading
 import time
 from typing import Any
@@ -14,6 +13,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,
 )
 
+from shoal.cluster.kept import OtherVersion, read, written
 from shoal.cluster.launcher import RayLauncher
 from shoal.cluster.spec import ClusterSpec, namespace_of
 from shoal.cluster.status import as_dict
@@ -34,12 +34,20 @@ class SupervisorActor:
     made by the arguments of the first.
     """
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, begun_with: bytes) -> None:
+        """begun_with: what it is told first, written. Raises OtherVersion: Ray starts it anew by whatever is
+        installed by then, and to misread a cluster is worse than to leave it alone."""
+        try:
+            given = read(begun_with)
+            self._kept = _KeptWish(given.spec.name)
+            wish = self._kept.read() or given
+        except OtherVersion as error:
+            logger.critical("%s", error)
+            raise
+        spec = wish.spec
         self._name = spec.name
         self._lock = threading.Lock()
         self._started = threading.Event()  # somebody has; who waits for that need not wait for the next tick
-        self._kept = _KeptWish(spec.name)
-        wish = self._kept.read() or Wish(spec=spec)
         launcher = RayLauncher(spec.name, spec.kv_store_bytes, on_start=self._started.set)
         self._supervisor = Supervisor(wish, launcher, clock=time.monotonic)
         self._labels = spec.labels
@@ -58,10 +66,10 @@ class SupervisorActor:
         """The same in plain words, for those who know nothing of our types."""
         return as_dict(self._name, self.status())
 
-    def spec(self) -> ClusterSpec:
-        """What it is to be."""
+    def wish(self) -> bytes:
+        """What it is to be, written: whoever asks may be of another version."""
         with self._lock:
-            return self._supervisor.wish.spec
+            return written(self._supervisor.wish)
 
     def renew_lease(self) -> None:
         with self._lock:
@@ -95,11 +103,13 @@ class SupervisorActor:
         """Raises ValueError."""
         with self._lock:
             self._supervisor.drain_engine(engine)
+            self._keep()
 
     def stop(self) -> None:
         """End the cluster, this process too; returns at once."""
         with self._lock:
             self._supervisor.stop()
+            self._keep()
 
     def teardown(self) -> None:
         """End every actor but this one; returns when they are told to."""
@@ -155,14 +165,12 @@ class _KeptWish:
         self._key = f"{namespace_of(name)}/{actor_id}/wish".encode()
 
     def read(self) -> Wish | None:
+        """Raises OtherVersion."""
         kept = _internal_kv_get(self._key, namespace=b"shoal")
-        if kept is None:
-            return None
-        wish: Wish = pickle.loads(kept)
-        return wish
+        return None if kept is None else read(kept)
 
     def write(self, wish: Wish) -> None:
-        _internal_kv_put(self._key, pickle.dumps(wish), namespace=b"shoal")
+        _internal_kv_put(self._key, written(wish), namespace=b"shoal")
 
     def forget(self) -> None:
         _internal_kv_del(self._key, namespace=b"shoal")

@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from shoal.cluster.supervisor import Supervisor
-from shoal.kvstore.families import signs_of_life, totals
+from shoal.kvstore.families import signs_of_life, total, totals
 
 
 def supervisor_metrics(supervisor: Supervisor) -> Iterator[Metric]:
@@ -26,4 +26,9 @@ def supervisor_metrics(supervisor: Supervisor) -> Iterator[Metric]:
         "Processes that died, hung or did not start, and were or will be replaced.",
         "role",
         {role: count.failures for role, count in counts.items()},
+    )
+    yield total(
+        "shoal_supervisor_mishaps",
+        "Calls to Ray that raised while it kept the cluster, and were or will be tried again.",
+        supervisor.num_mishaps,
     )

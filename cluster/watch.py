@@ -140,6 +140,7 @@ class Watched(Generic[P]):
                 self._check_ping()
 
     def kill(self) -> None:
+        """If it raises nothing has changed: it is to be called again."""
         if self._process is not None:
             self._process.kill()
         self._process = self._starting = self._pulse = self._ping = self.info = self.doing = None
@@ -168,8 +169,8 @@ class Watched(Generic[P]):
             return
         error = call.future.exception() or self._objection(call.future.result())
         if isinstance(error, ValueError) and self._may_be_fatal:
-            self.fatal = str(error)
             self.kill()
+            self.fatal = str(error)
         elif error is not None:
             self._retry_later(error)
         else:
@@ -221,14 +222,14 @@ class Watched(Generic[P]):
             self._retry_later(TimeoutError(f"no answer within {PING_DEADLINE_S:.0f} s"))
 
     def _retry_later(self, error: BaseException) -> None:
-        self.num_failures += 1
         self.kill()
-        self.trouble = f"{type(error).__name__}: {_last_line(error)}"
+        self.num_failures += 1
+        self.trouble = f"{type(error).__name__}: {last_line(error)}"
         self._retry_at = self._clock() + self._retry_s
         self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
 
 
-def _last_line(error: BaseException) -> str:
+def last_line(error: BaseException) -> str:
     """Errors from another process carry its whole trace; the last line says what it was. Ray goes on from
     there to all that may ever end a process."""
     lines = str(error).strip().splitlines()

@@ -9,13 +9,16 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
 
 from shoal.actors.checkpoint_files import Fetch, as_it_is
 from shoal.actors.ingress.interpreter import settle
+from shoal.actors.ingress.loads import Loads
 from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.streams import EngineStreams
 from shoal.actors.messages import (
@@ -23,6 +26,7 @@ from shoal.actors.messages import (
     DeploymentId,
     EngineId,
     HttpConfig,
+    IngressAccount,
     IngressId,
     IngressInfo,
 )
@@ -33,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 
-RELOAD_S = 10.0
-"""After a tokenizer could not be had: it may have to come from afar."""
+LISTEN_AFTER_S = 10.0
+"""One that takes another's place waits no longer for tokenizers: those that have been read are served."""
 
 
 class IngressActor:
@@ -46,11 +50,13 @@ class IngressActor:
         models: Sequence[DeploymentCard],
         labels: Labels = NO_LABELS,
         fetch: Fetch = as_it_is,
+        is_first: bool = True,
     ) -> None:
-        """models: whose tokenizers are loaded before it listens; it may be told of others later.
+        """models: whose tokenizers are read before it listens; it may be told of others later.
 
         labels: of its metrics. fetch: from a card's checkpoint to a folder of this node, which need not have
-        weights.
+        weights. is_first: of its cluster; then a tokenizer that cannot be read is an error of the start.
+        Later it costs that model alone.
         """
         self._labels = labels
         self._http = http
@@ -58,14 +64,15 @@ class IngressActor:
         self._cards = models
         self._ingress_id = IngressId(f"ingress-{uuid.uuid4().hex[:8]}")
         self._streams: dict[DeploymentId, EngineStreams] = {}
-        self._loading: dict[DeploymentId, asyncio.Task[None]] = {}
+        self._is_first = is_first
+        self._loads = Loads(self._load)
         self._starting: asyncio.Task[IngressInfo] | None = None
         self._serving: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._telling: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return name_for_people(f"ingress {self._http.host}:{self._http.port}", self._labels)
+        return name_for_people(f"{self._ingress_id} at {self._http.host}:{self._http.port}", self._labels)
 
     async def start(self) -> IngressInfo:
         """Listen; raises ValueError when the address cannot be had. Asked again, it is the same start."""
@@ -84,8 +91,15 @@ class IngressActor:
         files = DoorFiles(self._http, time.monotonic)
         listener = listen(self._http)
         self._models, self._cluster = Models(), RemoteCluster()
+        self._models.expect(card.model.name for card in self._cards)
         for card in self._cards:
-            await self._load(card)
+            self._loads.begin(card)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if self._is_first else LISTEN_AFTER_S):
+                await self._loads.all_tried()
+        if self._is_first and (failures := self._loads.failures):
+            listener.close()
+            raise next(iter(failures.values()))
         app = create_app(models=self._models, cluster=self._cluster, guard=files.guard)
         self._gate, self._metrics = app.state.gate, app.state.metrics
         self._server = server_of(app, None if files.tls is None else files.tls.context)
@@ -106,7 +120,8 @@ class IngressActor:
         folder = await asyncio.to_thread(self._fetch, card.model.checkpoint, logger.info)
         codec = await asyncio.to_thread(TextCodec.load, folder)
         name = f"{self._ingress_id}/{card.deployment_id}"
-        streams = EngineStreams(self._ingress_id, card.model.block_size, name)
+        siblings = partial(self._siblings, card)
+        streams = EngineStreams(self._ingress_id, card.model.block_size, name, siblings)
         self._streams[card.deployment_id] = streams
         self._models.add(
             ServedModel(
@@ -114,27 +129,40 @@ class IngressActor:
                 card=replace(card.model, checkpoint=folder),
                 codec=codec,
                 dispatcher=streams,
-                weight=card.weight,
+                weight=0,  # until it knows an engine
             )
         )
+
+    def _siblings(self, card: DeploymentCard) -> list[EngineStreams]:
+        """Of the same name, and for all that this one takes: its answers may be as long."""
+        return [
+            self._streams[model.deployment_id]
+            for model in self._models
+            if model.card.name == card.model.name and model.deployment_id != card.deployment_id
+            if model.card.max_model_len >= card.model.max_model_len
+        ]
 
     async def introduce(
         self,
         deployments: Sequence[tuple[DeploymentCard, Any, Mapping[EngineId, Any]]],
         stores: Mapping[StoreId, Any],
         supervisor: Any = None,
-    ) -> None:
-        """These are all that are served now, each with its router, None if it is away, and its engines."""
+    ) -> IngressAccount:
+        """These are all that are served now, each with its router, None if it is away, and its engines; the
+        first is that of whoever names no model."""
         self._cluster.introduce(supervisor)
-        for deployment_id in self._streams.keys() - {card.deployment_id for card, _, _ in deployments}:
+        self._models.expect(card.model.name for card, _, _ in deployments)
+        known = {card.deployment_id for card, _, _ in deployments}
+        self._loads.forget_others(known)
+        for deployment_id in self._streams.keys() - known:
             self._models.remove(deployment_id)
             if streams := self._streams.pop(deployment_id, None):  # else we were told at the same time
-                await streams.introduce(None, {}, {})
+                await streams.close()
         slots: Counter[str] = Counter()
         for card, router, engines in deployments:
             model = self._models.get(card.deployment_id)
             if model is None:
-                self._begin_to_load(card)
+                self._loads.begin(card)
                 continue
             model.weight = card.weight
             slots[card.model.name] += card.weight * card.model.max_num_seqs
@@ -144,22 +172,10 @@ class IngressActor:
                 router, engines, stores, card.model.fingerprint, card.draining
             )
         self._metrics.set_sequence_slots(slots)
-
-    def _begin_to_load(self, card: DeploymentCard) -> None:
-        """We are told again of it soon: then its engines are linked, or a load that failed begins anew."""
-        if card.deployment_id in self._loading:
-            return
-
-        def loaded(task: asyncio.Task[None]) -> None:
-            if task.cancelled() or not (error := task.exception()):
-                del self._loading[card.deployment_id]
-                return
-            logger.error("the tokenizer of %s is not read: %s", card.model.name, error)
-            asyncio.get_running_loop().call_later(RELOAD_S, self._loading.pop, card.deployment_id)
-
-        task = asyncio.create_task(self._load(card))
-        self._loading[card.deployment_id] = task
-        task.add_done_callback(loaded)
+        return IngressAccount(
+            can_place=frozenset(model.deployment_id for model in self._models if model.dispatcher.ready()),
+            unread=self._loads.reasons,
+        )
 
     async def ping(self) -> None:
         """Answers while the event loop turns; raises when the server has ended."""

@@ -29,7 +29,8 @@ class _Body(BaseModel):
 
 
 class ScaleRequest(_Body):
-    engines: Annotated[int, Field(ge=0, le=100_000)]
+    engines: Annotated[int, Field(ge=0)]
+    """How many are too many the cluster says."""
     model: str | None = None
     """The only one, if none is named."""
 

@@ -1,21 +1,20 @@
 """One request on one engine after another, until its answer is complete."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.home import Home
 from shoal.actors.ingress.links import (
     CALL_DEADLINE_S,
     HUNG_AFTER_S,
     Inbox,
     Key,
     Link,
-    Links,
     error_chunk,
 )
-from shoal.actors.ingress.placer import Place, Placer
-from shoal.actors.ingress.stores import Stores
+from shoal.actors.ingress.placer import Place
 from shoal.actors.messages import EngineId, EngineRequest, ErrorKind, FinishReason, StoreId, TokenChunk
 from shoal.kvstore.block_hash import BlockKey, complete_keys, root_key
 
@@ -37,7 +36,8 @@ class Attempts:
 
     A request that nobody has said anything of yet is tried at once on each engine once, and if none takes it
     its client hears so: it may have other places to go. An answer that has begun has not, so it waits, with
-    all its choices: a failure of one would end the others.
+    all its choices: a failure of one would end the others. It waits for nobody where nobody can come: its
+    deployment is gone, and no other of the model computes the same bits.
     """
 
     def __init__(
@@ -45,18 +45,15 @@ class Attempts:
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
         *,
-        placer: Placer,
-        links: Links,
-        stores: Stores,
+        homes: Callable[[], Sequence[Home]],
         placed: Callable[[PlacedBy], None],
         has_begun: Callable[[], bool],
         block_size: int,
     ) -> None:
+        """homes: where it can be computed to the same bits, that of its own deployment first."""
         self._request = request  # of the latest attempt
         self._block_keys = block_keys  # of its tokens
-        self._placer = placer
-        self._links = links
-        self._stores = stores
+        self._homes = homes
         self._placed = placed
         self._answer_has_begun = has_begun
         self._block_size = block_size
@@ -102,20 +99,36 @@ class Attempts:
         if len(self._losses) >= MAX_LOSSES:
             return None
         # First, since blind placements are counted by submits: nothing may come between the two.
-        saved = await self._stores.find(self._saved_in, self._block_keys)
-        while (place := await self._placer.place(self._request, self._block_keys, self._tried)) is None:
-            if not self._has_begun or self._lost_at is None or _now() >= self._lost_at + RESUME_DEADLINE_S:
+        own = self._homes()[0]
+        saved = await own.stores.find(self._saved_in, self._block_keys)
+        while (place := await self._place()) is None:
+            if not self._may_wait:
                 return None
-            await self._links.introduced(RETRY_S)
+            await own.links.introduced(RETRY_S)
             self._tried = frozenset()
         self._placed(place.by)
         return replace(place, sources=(*saved, *place.sources))
+
+    async def _place(self) -> Place | None:
+        for home in self._homes():
+            place = await home.placer.place(self._request, self._block_keys, self._tried)
+            if place is not None:
+                return place
+        # What drains takes nothing new, but this is not: it would be lost.
+        return self._homes()[0].placer.place_on_draining(self._tried) if self._has_begun else None
+
+    @property
+    def _may_wait(self) -> bool:
+        """For an engine that comes, or has room again."""
+        if not self._has_begun or self._lost_at is None or all(home.is_gone for home in self._homes()):
+            return False
+        return _now() < self._lost_at + RESUME_DEADLINE_S
 
     async def _submit(self, place: Place) -> Inbox:
         self._request = replace(self._request, sources=place.sources)
         self._link = place.link
         tried = self._tried | {place.link.engine_id}
-        is_last = all(link.engine_id in tried for link in self._links)
+        is_last = all(link.engine_id in tried for home in self._homes() for link in home.links)
         return await place.link.submit(self._request, CALL_DEADLINE_S if is_last else HUNG_AFTER_S)
 
     async def _hear(self, inbox: Inbox) -> TokenChunk:
@@ -143,7 +156,7 @@ class Attempts:
             output_token_ids=tuple(self._received),
             num_prompt_logprobs=self._num_scored,
         )
-        fingerprint, request = self._placer.fingerprint, self._request
+        fingerprint, request = self._homes()[0].placer.fingerprint, self._request
         if self._received and fingerprint:
             root = root_key(fingerprint, request.cache_salt)
             tokens = request.prompt_token_ids + request.output_token_ids

@@ -128,6 +128,11 @@ def not_ready() -> ApiError:
     return ApiError(503, message, code=ErrorKind.NO_ENGINE, headers=RETRY_SOON)
 
 
+def model_not_ready(model: str) -> ApiError:
+    message = f"The model {model[:128]!r} cannot be served here yet; try again soon."
+    return ApiError(503, message, code="model_not_ready", headers=RETRY_SOON)
+
+
 def no_answer(processes: Sequence[str]) -> ApiError:
     """For operators: clients are told no names."""
     message = f"No answer from {', '.join(processes)}; try again soon."

@@ -2,11 +2,11 @@
 another's place."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from shoal.actors.ingress.dispatch import Dispatcher
-from shoal.actors.ingress.errors import not_ready, unknown_model
+from shoal.actors.ingress.errors import model_not_ready, not_ready, unknown_model
 from shoal.actors.ingress.generation_config import generation_defaults
 from shoal.actors.ingress.intake import Intake
 from shoal.actors.ingress.text import TextCodec
@@ -32,6 +32,7 @@ class ServedModel:
 class Models:
     def __init__(self, *served: ServedModel) -> None:
         self._served: dict[DeploymentId, ServedModel] = {}
+        self._expected: tuple[str, ...] = ()
         for model in served:
             self.add(model)
 
@@ -47,10 +48,21 @@ class Models:
     def remove(self, deployment_id: DeploymentId) -> None:
         self._served.pop(deployment_id, None)
 
+    def expect(self, names: Iterable[str]) -> None:
+        """The cluster serves these, in this order; here each is as soon as its tokenizer has been read."""
+        self._expected = tuple(names)
+
     @property
     def cards(self) -> list[ModelCard]:
-        """One a name, in the order in which they came."""
-        return list({model.card.name: model.card for model in self._served.values()}.values())
+        """One a name, in their order, of those that are served here."""
+        cards = {model.card.name: model.card for model in self._served.values()}
+        return [cards[name] for name in self._names if name in cards]
+
+    @property
+    def _names(self) -> list[str]:
+        """Those that nobody has told us to expect come last."""
+        served = (model.card.name for model in self._served.values())
+        return list(dict.fromkeys((*self._expected, *served)))
 
     def named(self, name: str | None) -> ServedModel:
         """The one that answers this request. Without a name it is the first model.
@@ -58,13 +70,14 @@ class Models:
         Where several are served under the name each gets its share, by chance: which one is not to depend on
         what is asked. Raises ApiError if there is none.
         """
-        if not self._served:
+        names = self._names
+        if not names:
             raise not_ready()
         if name is None:
-            name = self.cards[0].name
+            name = names[0]
         candidates = [model for model in self._served.values() if model.card.name == name]
         if not candidates:
-            raise unknown_model(name)
+            raise model_not_ready(name) if name in names else unknown_model(name)
         weights = [model.weight for model in candidates]
         if not any(weights):
             return candidates[-1]

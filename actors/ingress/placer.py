@@ -109,6 +109,14 @@ class Placer:
             return None
         return self._place(min(others, key=lambda link: link.num_requests), PlacedBy.ROUTER_AWAY)
 
+    def place_on_draining(self, tried: frozenset[EngineId]) -> Place | None:
+        """Where the fewest of ours are, of what drains; the router no longer names it."""
+        draining = [link for link in self._links if link.engine_id in self._draining - tried]
+        draining = [link for link in draining if not link.is_silent]
+        if not draining:
+            return None
+        return self._place(min(draining, key=lambda link: link.num_requests), PlacedBy.LOAD)
+
     @property
     def _router_answers(self) -> bool:
         return self._router is not None and self._router != self._silent_router

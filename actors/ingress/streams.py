@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ from ray.exceptions import ActorDiedError
 
 from shoal.actors.ingress.attempts import Attempts
 from shoal.actors.ingress.dispatch import PlacedBy
+from shoal.actors.ingress.home import Home
 from shoal.actors.ingress.links import Links
 from shoal.actors.ingress.placer import Placer
 from shoal.actors.ingress.stores import Stores
@@ -29,13 +30,22 @@ LOAD_DEADLINE_S = 1.0
 class EngineStreams:
     """Implements `Dispatcher`, for the engines of one deployment. Lives on one event loop."""
 
-    def __init__(self, ingress_id: IngressId, block_size: int, name: str | None = None) -> None:
-        """name: for what is outstanding here, where an ingress has several of these."""
+    def __init__(
+        self,
+        ingress_id: IngressId,
+        block_size: int,
+        name: str | None = None,
+        siblings: Callable[[], Iterable["EngineStreams"]] = tuple,
+    ) -> None:
+        """name: for what is outstanding here, where an ingress has several of these. siblings: the model's
+        other deployments, now."""
         self._name = name or ingress_id
         self._block_size = block_size
+        self._siblings = siblings
         self._links = Links(ingress_id)
         self._placer = Placer(self._links, block_size)
         self._stores = Stores()
+        self._home = Home(links=self._links, placer=self._placer, stores=self._stores)
 
     async def introduce(
         self,
@@ -53,6 +63,18 @@ class EngineStreams:
         self._placer.introduce(router, fingerprint, draining)
         self._stores.actors = stores
         await self._links.introduce(actors)
+
+    async def close(self) -> None:
+        """The deployment is served no more. Its requests go on with one that computes the same bits, if the
+        model has one, or end."""
+        self._home.is_gone = True
+        self._placer.introduce(None, b"")
+        await self._links.introduce({})
+
+    def _homes(self) -> list[Home]:
+        """Our own, and those of siblings that compute what ours does."""
+        others = (sibling._home for sibling in self._siblings())
+        return [self._home, *(home for home in others if home.computes_like(self._home))]
 
     def ready(self) -> bool:
         """An engine is enough: while the router is away we place ourselves."""
@@ -111,9 +133,7 @@ class EngineStreams:
         attempts = Attempts(
             request,
             block_keys,
-            placer=self._placer,
-            links=self._links,
-            stores=self._stores,
+            homes=self._homes,
             placed=placed,
             has_begun=has_begun,
             block_size=self._block_size,

@@ -43,7 +43,7 @@ class RouterActor:
         self._publishing: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return name_for_people("router", self._labels)
+        return name_for_people(f"router of {self._labels.get('model_name', 'one model')}", self._labels)
 
     async def start(self) -> None:
         """Ready as soon as it answers."""

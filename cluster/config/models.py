@@ -14,16 +14,16 @@ from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.ingress.keys import hash_of
 from shoal.actors.messages import HttpConfig
 from shoal.actors.router.policies import RoutingPolicyName
-from shoal.cluster.autoscaler import AutoscalingConfig
+from shoal.cluster.autoscaler import MAX_ENGINES, AutoscalingConfig
 from shoal.cluster.config.quantities import Duration, Size, SizeOrNone
-from shoal.cluster.options import ModelOptions, ServeOptions
+from shoal.cluster.options import MAX_PORT, ModelOptions, ServeOptions
 from shoal.kvstore.layout import KVDtype
 
-MAX_PORT = 65535
 _DEFAULT, _MODEL, _SCALING = ServeOptions(), ModelOptions(), AutoscalingConfig()
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 PositiveInt = Annotated[int, Field(ge=1)]
+Engines = Annotated[int, Field(ge=1, le=MAX_ENGINES)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
@@ -162,8 +162,8 @@ class EngineKwargs(Section):
 
 
 class Autoscaling(Section):
-    min_replicas: PositiveInt = _SCALING.min_replicas
-    max_replicas: PositiveInt = _SCALING.max_replicas
+    min_replicas: Engines = _SCALING.min_replicas
+    max_replicas: Engines = _SCALING.max_replicas
     target_ongoing_requests: Positive = _SCALING.target_ongoing_requests
     """Requests on an engine, running and waiting, on average."""
     target_ttft_s: Positive = _SCALING.target_ttft_s
@@ -194,7 +194,7 @@ class Model(Section):
     node_labels: dict[Text, str] = {}
     """What a Ray node must be labelled with to run its engines."""
     engine_kwargs: EngineKwargs = EngineKwargs()
-    num_replicas: PositiveInt = _MODEL.engines
+    num_replicas: Engines = _MODEL.engines
     """Engines to run."""
     autoscaling_config: Autoscaling | None = None
     """As many engines as there is work for; num_replicas is how many there are to begin with."""

@@ -98,7 +98,7 @@ class Served:
         return self._log.read().decode()
 
     def wait_until_ready(self) -> None:
-        """The printed line, then every engine behind the front door."""
+        """The printed line. Every front door can place then."""
 
         def printed() -> bool:
             assert not self.process.poll(), self.output  # a detached one may have returned
@@ -107,7 +107,7 @@ class Served:
         wait_for(printed, "the ready line", within_s=READY_DEADLINE_S)
         lines = [line for line in self.output.splitlines() if line.startswith("ready: ")]
         self.urls = tuple(line.removeprefix("ready: ").removesuffix("/v1").strip() for line in lines)
-        wait_for(lambda: self.get("/ready") == 200, "/ready")
+        assert [self.get("/ready", url) for url in self.urls] == [200] * len(self.urls)
 
     @property
     def url(self) -> str:

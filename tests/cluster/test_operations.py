@@ -15,7 +15,6 @@ import yaml
 
 from shoal.cluster.launcher import groups_of
 from tests.checkpoints import tiny_qwen3
-from tests.cluster.chaos import metric
 from tests.cluster.served import Served, environment, serve_command, shoal, wait_for
 from tests.cluster.streamed import Body, Said, bodies, spoken
 
@@ -98,7 +97,7 @@ def test_it_becomes_another_under_streams_while_its_supervisor_is_killed(
 ) -> None:
     before = set(detached.engine_names())
     again = serve_command(checkpoint, ray_address, "--detached", "--stop-grace", "60s", engines=2, name=NAME)
-    with spoken_meanwhile(detached, bodies(detached.url, 8, max_tokens=120)):
+    with spoken_meanwhile(detached, bodies(detached.url, 32, max_tokens=120)):
         changing = subprocess.Popen([*again, "--max-num-batched-tokens", "64"], env=environment())
         wait_for(lambda: len(status(detached)["models"]) == 2, "the change is begun")
         os.kill(detached.pid("supervisor"), signal.SIGKILL)
@@ -146,7 +145,6 @@ def test_two_models_in_one_cluster_and_one_that_crashes_costs_the_other_nothing(
         two.wait_until_ready()
         assert [model["model"] for model in status(two)["models"]] == ["a", "b"]
         assert [model.id for model in two.client().models.list().data] == ["a", "b"]
-        wait_for(lambda: knows(two, "a") and knows(two, "b"), "the door has heard of both engines")
         body = {"prompt": list(range(3, 60)), "max_tokens": 64, "temperature": 0, "ignore_eos": True}
         of_a, of_b = (spoken(two.url, {**body, "model": name}) for name in "ab")
         assert of_a != of_b
@@ -155,14 +153,8 @@ def test_two_models_in_one_cluster_and_one_that_crashes_costs_the_other_nothing(
         os.kill(two.pid(victim), signal.SIGKILL)
         assert spoken(two.url, {**body, "model": "b"}) == of_b
         wait_for(lambda: two.ready_engines() - {victim, *others}, "a's engine is back")
-        wait_for(lambda: knows(two, "a"), "the door has heard of it")
         assert spoken(two.url, {**body, "model": "a"}) == of_a
         assert two.get("/v1/models/c") == 404
-
-
-def knows(cluster: Served, model: str) -> bool:
-    """Whether the front door has heard of its engine."""
-    return metric(cluster, "shoal_sequence_slots", model_name=model) == 8
 
 
 def test_streams_that_are_open_when_it_is_stopped_are_finished(ray_address: str, checkpoint: Path) -> None:

@@ -75,6 +75,11 @@ class AnyEvents(RuleBasedStateMachine):
         for engine in self.engines:
             engine.hangs = engine.hangs and room < 99
 
+    @rule(which=st.integers(0, 20), num_refusals=st.integers(1, 4))
+    def one_cannot_be_ended_for_a_while(self, which: int, num_refusals: int) -> None:
+        processes = [p for p in self.cluster.processes if not p.killed]
+        processes[which % len(processes)].num_refusals = num_refusals
+
     @invariant()
     def whoever_is_placed_on_lives_and_takes_new_requests(self) -> None:
         for ingress in self.cluster.launcher.ingresses:
@@ -91,6 +96,8 @@ class AnyEvents(RuleBasedStateMachine):
         assert {id(engine) for engine in self.engines} <= known
 
     def teardown(self) -> None:
+        for process in self.cluster.processes:
+            process.num_refusals = 0
         self._in_peace_it_is_what_it_is_to_be()
         self.supervisor.teardown()
         assert all(process.killed for process in self.cluster.processes)

@@ -1,12 +1,13 @@
 """A cluster that grows, shrinks, leaves nodes and becomes another, over fake processes and a fake clock."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
 from shoal.cluster.autoscaler import AutoscalingConfig
-from shoal.cluster.deployment import ROOM_S, SETTLE_S
-from shoal.cluster.supervisor import Supervisor
+from shoal.cluster.deployment import ROOM_S, SETTLE_S, STARTS_A_TICK
+from shoal.cluster.supervisor import GONE_S, Supervisor
 from tests.cluster_unit.test_supervisor import Cluster, FakeLauncher, a_deployment, an_engine, an_ingress
 
 
@@ -129,6 +130,10 @@ def test_what_cannot_be_scaled_is_said() -> None:
         cluster.supervisor.scale("other", 2)
     with pytest.raises(ValueError, match="at least 0, got -1"):
         cluster.supervisor.scale("m", -1)
+    with pytest.raises(ValueError, match="at most 1024, got 100000"):
+        cluster.supervisor.scale("m", 100_000)
+    with pytest.raises(ValueError, match="max_replicas must be at most 1024, got 1025"):
+        AutoscalingConfig(max_replicas=1025)
 
 
 def test_a_node_that_is_drained_is_left_by_all_and_its_engines_come_back_elsewhere() -> None:
@@ -171,6 +176,86 @@ def test_an_engine_that_is_drained_is_replaced() -> None:
         cluster.passes(0.5)
         assert len(placed_on(cluster)) >= 2, "its place is taken before it goes"  # type: ignore[arg-type]
     assert alive(cluster) == ["engine-0-0", "engine-2-2"]
+
+
+def test_a_successor_of_the_supervisor_lets_an_engine_go_that_was_drained() -> None:
+    cluster = with_engines(2)
+    cluster.launcher.room = 0
+    cluster.supervisor.drain_engine("engine-1-1")
+    cluster.tick()
+    assert cluster.supervisor.status().leaving_engines == {"engine-1-1"}
+    first, leaving = cluster.launcher.engines[:2]
+    successor = Cluster(launcher=FakeLauncher(to_adopt=[first, leaving]))
+    successor.supervisor = Supervisor(cluster.supervisor.wish, successor.launcher, clock=successor.clock)
+    successor.launcher.engines += [first, leaving]  # they answer as the others do
+    successor.passes(12.0)
+    assert (first.killed, leaving.killed) == (False, True)
+    assert successor.phases() == {"m": ["ready", "ready"]}
+    assert successor.supervisor.wish.leaving_engines == frozenset()
+
+
+def test_a_successor_of_the_supervisor_ends_a_cluster_that_was_to_end() -> None:
+    cluster = with_engines(1)
+    cluster.supervisor.stop()
+    successor = Supervisor(cluster.supervisor.wish, cluster.launcher, clock=cluster.clock)
+    successor.tick()
+    assert successor.is_to_end
+
+
+def test_a_node_that_is_gone_is_no_longer_left() -> None:
+    cluster = with_engines(1, nodes=["east", "west"])
+    cluster.supervisor.drain_node("west")
+    cluster.passes(2 * GONE_S)
+    assert cluster.supervisor.wish.leaving == {"west"}
+    cluster.launcher.nodes = []
+    cluster.passes(2 * GONE_S)
+    assert cluster.supervisor.wish.leaving == {"west"}, "where nobody is seen nobody is known to be gone"
+    cluster.launcher.nodes = ["east"]
+    cluster.passes(GONE_S - 5.0)
+    cluster.launcher.nodes = ["east", "west"]
+    cluster.passes(1.0)
+    cluster.launcher.nodes = ["east"]
+    cluster.passes(GONE_S - 5.0)
+    assert cluster.supervisor.wish.leaving == {"west"}, "it was away for a moment"
+    cluster.passes(10.0)
+    assert cluster.supervisor.wish.leaving == frozenset()
+
+
+def test_many_engines_are_made_some_a_tick() -> None:
+    cluster = with_engines(1)
+    cluster.supervisor.scale("m", 2 * STARTS_A_TICK + 4)
+    made = []
+    for _ in range(4):
+        cluster.tick()
+        made.append(len(cluster.launcher.engines))
+    assert made == [1 + STARTS_A_TICK, 1 + 2 * STARTS_A_TICK, 4 + 2 * STARTS_A_TICK, 4 + 2 * STARTS_A_TICK]
+
+
+def calls_of_a_tick(num_engines: int, *, room: int) -> int:
+    """Python's, of a tick and of the look at what it came to."""
+    cluster = Cluster(num_engines=num_engines, launcher=FakeLauncher(room=room, nodes=["east", "west"]))
+    cluster.passes(2 * ROOM_S)
+    for engine in cluster.launcher.engines:
+        engine.has(1)
+    num_calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        cluster.tick()
+        cluster.supervisor.status()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+@pytest.mark.parametrize("room", [0, 1000])
+def test_what_a_tick_does_grows_with_the_engines_and_not_with_their_square(room: int) -> None:
+    """Be they ready, or waiting for room."""
+    assert calls_of_a_tick(320, room=room) < 2.2 * calls_of_a_tick(160, room=room)
 
 
 def test_without_room_for_anothers_place_it_goes_first() -> None:

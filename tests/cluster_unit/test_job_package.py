@@ -38,5 +38,5 @@ def test_elsewhere_nothing_of_it_is_said(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ModelSourceError) as raised:
         check_checkpoint(tmp_path / "model")
     assert str(raised.value).endswith(
-        "is not a directory: give a checkpoint folder, a .gguf file, or a hub id"
+        "is not a directory: give a checkpoint folder, a .gguf file, a hub id, s3:// or gs://"
     )

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 from shoal.actors.engine.config import EngineConfig
@@ -14,6 +15,7 @@ from shoal.actors.messages import (
     EngineId,
     EngineInfo,
     HttpConfig,
+    IngressAccount,
     IngressId,
     IngressInfo,
     ModelCard,
@@ -43,6 +45,8 @@ class FakeProcess:
         self.pings: list[Future[bool]] = []
         self.killed = False
         self.hangs = False
+        self.num_refusals = 0
+        """So often it cannot be ended."""
         self.told: list[object] = []
 
     def start(self) -> Future[Any]:
@@ -62,6 +66,9 @@ class FakeProcess:
         return pulse
 
     def kill(self) -> None:
+        if self.num_refusals:
+            self.num_refusals -= 1
+            raise RuntimeError("the control store is away")
         self.killed = True
 
 
@@ -117,6 +124,10 @@ class FakeRouter(FakeProcess):
 class FakeIngress(FakeProcess):
     stopped: float | None = None
     """With that grace."""
+    account: IngressAccount | None = None
+    unread: Mapping[DeploymentId, str] = MappingProxyType({})
+    """Why it cannot serve these."""
+    is_first = True
 
     def introduce(self, deployments: Sequence[Introduction], stores: Mapping[str, StoreProcess]) -> None:
         self.heard = {told.card.deployment_id: told for told in deployments}
@@ -124,6 +135,8 @@ class FakeIngress(FakeProcess):
         router = first.router.process_id if first.router else None
         self.told.append((router, sorted(first.engines), first.card.model.fingerprint))
         self.stores = sorted(stores)
+        can_place = {known for known, told in self.heard.items() if told.engines}
+        self.account = IngressAccount(can_place=frozenset(can_place - self.unread.keys()), unread=self.unread)
 
     def stop(self, grace_s: float) -> Future[Any]:
         self.stopped = grace_s
@@ -173,9 +186,10 @@ class FakeLauncher:
         self.routers.append(FakeRouter("router", None))
         return self.routers[-1]
 
-    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard]) -> FakeIngress:
+    def ingress(self, doorway: Doorway, models: Sequence[DeploymentCard], *, is_first: bool) -> FakeIngress:
         self.begun_with = [card.deployment_id for card in models]
         self.ingresses.append(an_ingress(doorway.name, f"id-{len(self.ingresses)}", doorway.node or "n"))
+        self.ingresses[-1].is_first = is_first
         return self.ingresses[-1]
 
     def store(self, node: str) -> FakeStore:
@@ -298,6 +312,7 @@ def test_a_cluster_is_ready_when_the_ingress_and_every_engine_are() -> None:
     cluster.tick()
     assert [engine.process_id for engine in cluster.launcher.engines] == ["engine-0-0", "engine-1-1"]
     cluster.launcher.ingresses[0].become_ready()
+    cluster.launcher.routers[0].become_ready()
     cluster.launcher.engines[0].become_ready()
     cluster.tick()
     assert not cluster.supervisor.status().ready

@@ -1,15 +1,16 @@
 """An answer that outlives its engine: what the next one is told, and what the client hears."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from shoal.actors.ingress.attempts import MAX_LOSSES, RESUME_DEADLINE_S
+from shoal.actors.ingress.attempts import MAX_LOSSES, RESUME_DEADLINE_S, RETRY_S
 from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.links import CALL_DEADLINE_S, HUNG_AFTER_S
 from shoal.actors.ingress.stores import FIND_DEADLINE_S
@@ -451,3 +452,83 @@ async def _everybody_is_slow() -> None:
 
 def test_where_all_are_late_the_last_is_waited_for() -> None:
     run(_everybody_is_slow())
+
+
+def two_deployments() -> tuple[EngineStreams, EngineStreams]:
+    """Of one model."""
+    both: list[EngineStreams] = []
+    for other in (1, 0):
+        both.append(EngineStreams(IngressId("i"), BLOCK_SIZE, siblings=lambda i=other: [both[i]]))  # type: ignore[misc]
+    return both[0], both[1]
+
+
+async def _the_last_engine_of_one_that_goes(fingerprint: bytes) -> tuple[list[TokenChunk], float]:
+    going, coming = two_deployments()
+    await going.introduce(FakeRouter(A), {A: DrawingEngine(lives_for=4)}, {}, b"f")
+    await coming.introduce(FakeRouter(B), {B: DrawingEngine()}, {}, fingerprint)
+    answer = asyncio.ensure_future(all_chunks(going, REQUEST, ()))
+    await asyncio.sleep(1.0)
+    closed_at = asyncio.get_running_loop().time()
+    await going.close()
+    return await answer, asyncio.get_running_loop().time() - closed_at
+
+
+async def _goes_on_with_the_same_bits() -> None:
+    chunks, _ = await _the_last_engine_of_one_that_goes(b"f")
+    assert tokens_of(chunks) == generate(PROMPT, 9)
+
+
+async def _ends_early_with_others() -> None:
+    for fingerprint in (b"g", b""):
+        chunks, waited_s = await _the_last_engine_of_one_that_goes(fingerprint)
+        assert tokens_of(chunks) == generate(PROMPT, 4)
+        assert only_error(chunks[2:]) is ErrorKind.ENGINE_LOST
+        assert waited_s <= RETRY_S, "nobody can come"
+
+
+async def _whose_successor_is_not_there_yet() -> None:
+    """Its engine has died too, and is started again."""
+    going, coming = two_deployments()
+    await going.introduce(FakeRouter(A), {A: DrawingEngine(lives_for=4)}, {}, b"f")
+    await coming.introduce(FakeRouter(), {}, {}, b"f")
+    answer = asyncio.ensure_future(all_chunks(going, REQUEST, ()))
+    await asyncio.sleep(1.0)
+    await going.close()
+    await asyncio.sleep(RESUME_DEADLINE_S / 2)
+    assert not answer.done()
+    await coming.introduce(FakeRouter(B), {B: DrawingEngine()}, {}, b"f")
+    assert tokens_of(await answer) == generate(PROMPT, 9)
+
+
+async def _before_a_word_was_said() -> None:
+    going, coming = two_deployments()
+    await going.introduce(FakeRouter(A), {A: DrawingEngine(lives_for=0)}, {}, b"f")
+    await coming.introduce(FakeRouter(B), {B: DrawingEngine()}, {}, b"f")
+    assert tokens_of(await all_chunks(going, REQUEST, ())) == generate(PROMPT, 9)
+
+
+async def _only_one_that_drains_is_left() -> None:
+    streams = some_streams()
+    actors = {A: DrawingEngine(lives_for=4), B: DrawingEngine()}
+    await streams.introduce(FakeRouter(A), actors, {}, b"f", draining={B})
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == generate(PROMPT, 9)
+    actors[A].lives_for = 0
+    await streams.introduce(FakeRouter(A), actors, {}, b"f", draining={B})
+    chunks = await all_chunks(streams, REQUEST, ())
+    assert only_error(chunks) is ErrorKind.ENGINE_LOST, "what has not begun is new to it"
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        _goes_on_with_the_same_bits,
+        _ends_early_with_others,
+        _whose_successor_is_not_there_yet,
+        _before_a_word_was_said,
+        _only_one_that_drains_is_left,
+    ],
+)
+def test_the_last_engine_of_a_deployment_that_goes_is_lost(
+    scenario: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    run(scenario())

@@ -43,6 +43,20 @@ def test_a_name_that_is_not_served_is_a_404_and_no_model_at_all_a_503(codec: Tex
     assert (unknown.value.status, nobody.value.status) == (404, 503)
 
 
+def test_what_is_expected_keeps_its_place_and_is_said_to_come(codec: TextCodec) -> None:
+    b = served(codec, "b")
+    models = Models(b)
+    models.expect(["a", "b"])
+    for name in ("a", None):
+        with pytest.raises(ApiError) as not_yet:
+            models.named(name)
+        assert (not_yet.value.status, not_yet.value.code) == (503, "model_not_ready")
+    assert [card.name for card in models.cards] == ["b"]
+    models.add(served(codec, "a"))
+    assert [card.name for card in models.cards] == ["a", "b"]
+    assert models.named(None).card.name == "a", "whichever came first"
+
+
 def test_while_one_takes_anothers_place_each_has_its_share(codec: TextCodec) -> None:
     old, new = served(codec, "a", 1, weight=3), served(codec, "a", 2, weight=1)
     models = Models(old, new)

@@ -2,6 +2,7 @@
 
 import asyncio
 import ssl
+import threading
 from pathlib import Path
 
 import httpx
@@ -10,9 +11,17 @@ import trustme
 
 from shoal.actors.ingress.actor import IngressActor
 from shoal.actors.ingress.keys import KeyEntry, hash_of
-from shoal.actors.messages import DeploymentCard, DeploymentId, HttpConfig, ModelCard
+from shoal.actors.messages import (
+    DeploymentCard,
+    DeploymentId,
+    EngineId,
+    HttpConfig,
+    IngressAccount,
+    ModelCard,
+)
 from shoal.cluster.key_file import add_key
 from tests.ingress.checkpoints import byte_level_tokenizer, save_checkpoint
+from tests.ingress.fake_actors import DrawingEngine, FakeEngine, FakeRouter
 
 
 def an_ingress(folder: Path, http: HttpConfig) -> IngressActor:
@@ -100,3 +109,109 @@ def test_it_is_told_of_no_router_and_of_a_model_that_goes(tmp_path: Path) -> Non
         'shoal_sequence_slots{model_name="staying"}': 6,
         'shoal_sequence_slots{model_name="going"}': 0,
     }
+
+
+def a_card(name: str, checkpoint: Path) -> DeploymentCard:
+    model = ModelCard(
+        name=name, checkpoint=str(checkpoint), max_model_len=128, block_size=4, fingerprint=b"f"
+    )
+    return DeploymentCard(deployment_id=DeploymentId(name), model=model, weight=1)
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_first_start(tmp_path: Path) -> None:
+    good = save_checkpoint(tmp_path / "good", byte_level_tokenizer())
+    cards = [a_card("good", good), a_card("bad", tmp_path)]
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json"):
+        asyncio.run(IngressActor(HttpConfig(port=0), cards).start())
+
+
+def test_later_it_costs_its_own_model_alone_and_that_until_it_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.actors.ingress.loads.FIRST_PAUSE_S", 0.05)
+    good = save_checkpoint(tmp_path / "good", byte_level_tokenizer())
+    bad, engine = tmp_path / "bad", EngineId("engine")
+    cards = [a_card("bad", bad), a_card("good", good)]
+
+    async def scenario() -> None:
+        ingress = IngressActor(HttpConfig(port=0), cards, is_first=False)
+        url = (await ingress.start()).url
+
+        async def told() -> IngressAccount:
+            return await ingress.introduce(
+                [(card, FakeRouter(engine), {engine: DrawingEngine()}) for card in cards], {}
+            )
+
+        async with httpx.AsyncClient(base_url=url, timeout=10, trust_env=False) as client:
+
+            async def asked(**body: object) -> tuple[int, str | None]:
+                answer = await client.post("/v1/completions", json={"prompt": "hello", **body})
+                said = answer.json()
+                return answer.status_code, said.get("error", said).get("code")
+
+            account = await told()
+            assert account.can_place == {"good"}
+            assert "ValueError" in account.unread[DeploymentId("bad")]
+            assert await asked(model="good") == (200, None)
+            assert await asked(model="bad") == (503, "model_not_ready")
+            assert await asked() == (503, "model_not_ready"), "the first is no other for that"
+            assert await asked(model="ugly") == (404, "model_not_found")
+            assert [model["id"] for model in (await client.get("/v1/models")).json()["data"]] == ["good"]
+            save_checkpoint(bad, byte_level_tokenizer())
+            async with asyncio.timeout(10):
+                while (account := await told()).unread:
+                    await asyncio.sleep(0.05)
+            assert account.can_place == {"good", "bad"}
+            assert await asked() == (200, None)
+        await ingress.stop(0.1)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_comes_slowly_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.actors.ingress.actor.LISTEN_AFTER_S", 0.5)
+    checkpoint, engine = save_checkpoint(tmp_path / "good", byte_level_tokenizer()), EngineId("engine")
+    cards = [a_card("slow", tmp_path / "slow"), a_card("good", checkpoint)]
+    is_there = threading.Event()
+
+    def fetch(wanted: str, tell: object) -> str:
+        if wanted.endswith("slow"):
+            assert is_there.wait(timeout=30)
+        return str(checkpoint)
+
+    async def scenario() -> None:
+        ingress = IngressActor(HttpConfig(port=0), cards, fetch=fetch, is_first=False)
+        await ingress.start()
+        told = [(card, None, {engine: FakeEngine()}) for card in cards]
+        assert (await ingress.introduce(told, {})).can_place == {"good"}
+        is_there.set()
+        async with asyncio.timeout(10):
+            while len((await ingress.introduce(told, {})).can_place) < 2:
+                await asyncio.sleep(0.01)
+        await ingress.stop(0.1)
+
+    asyncio.run(scenario())
+
+
+def test_an_ingress_says_whom_it_can_place_on(tmp_path: Path) -> None:
+    checkpoint, engine = save_checkpoint(tmp_path / "checkpoint", byte_level_tokenizer()), EngineId("engine")
+    first, later = a_card("first", checkpoint), a_card("later", checkpoint)
+
+    async def scenario() -> list[set[str]]:
+        ingress = IngressActor(HttpConfig(port=0), [first])
+        await ingress.start()
+        said = [await ingress.introduce([(first, None, {})], {})]
+        both = [(first, None, {engine: FakeEngine()}), (later, None, {engine: FakeEngine()})]
+        said.append(await ingress.introduce(both, {}))
+        async with asyncio.timeout(10):
+            while len(said[-1].can_place) < 2:
+                await asyncio.sleep(0.01)
+                said.append(await ingress.introduce(both, {}))
+        await ingress.stop(0.1)
+        return [set(account.can_place) for account in said]
+
+    said = asyncio.run(scenario())
+    assert said[:2] == [set(), {"first"}]
+    assert said[-1] == {"first", "later"}

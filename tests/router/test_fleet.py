@@ -58,10 +58,18 @@ class LooksAtEach:
         costs = {engine.engine_id: cost(engine, fleet, outlook, now) for engine in fleet.engines}
         lowest = min(costs.values())
         assert costs[chosen.engine_id] == pytest.approx(lowest, rel=1e-9)
+        stands = {engine.engine_id: what_stands(engine, outlook, now) for engine in fleet.engines}
         for engine in fleet.engines:
-            if costs[engine.engine_id] == lowest == costs[chosen.engine_id]:
+            if stands[engine.engine_id] == stands[chosen.engine_id]:  # rounding parts equal costs of others
                 assert engine.last_placed >= chosen.last_placed, "equal ones take turns"
         return chosen
+
+
+def what_stands(engine: EngineView, outlook: Outlook, now: float) -> tuple[object, ...]:
+    """All that an engine's cost depends on."""
+    prospect = outlook.of(engine)
+    fetching = prospect.fetch_tokens(engine), prospect.fetched_tokens
+    return prospect.computed_tokens, fetching, engine.waiting_tokens, engine.recent(now), engine.tokens_per_s
 
 
 def cost(engine: EngineView, fleet: Fleet, outlook: Outlook, now: float) -> float:
