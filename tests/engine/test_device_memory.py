@@ -140,5 +140,16 @@ def test_24_whatever_a_segment_and_a_block_have_comes_back_bit_for_bit() -> None
             assert ours[at].any() and same_bytes(ours[at], there[where][at]), where
 
 
+def test_all_parts_of_a_slot_are_copied_as_one() -> None:
+    made = parts_of_every_kind()
+    assert made.slots is not None
+    made.slots.copy_(torch.randint(0, 256, made.slots.shape, generator=torch.Generator().manual_seed(7)))
+    source, copy = 1, 2
+    slots = [view for where, view in views(made) if where.startswith("slots")]
+    assert len(slots) == 4 and not any(same_bytes(view[source], view[copy]) for view in slots)
+    made.slots[copy] = made.slots[source]
+    assert all(same_bytes(view[source], view[copy]) for view in slots)
+
+
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -9,7 +9,7 @@ import pytest
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, RequestId
 from shoal.kvstore.block_hash import extend_keys, root_key, segment_key
-from tests.fake_store import OWN, Stores
+from tests.fake_store import OTHER, OWN, Stores
 from tests.oracle.cuts import RECURRENT, SUBJECTS, Logits, Subject
 from tests.oracle.recording import Served, greedy
 
@@ -25,7 +25,7 @@ class Asked:
     """One engine; what it said, with the logits of all that it computed."""
 
     def __init__(self, subject: Subject, stores: Stores | None = None) -> None:
-        self.logits = Logits(subject.tolerance)
+        self.logits, self.stores = Logits(subject.tolerance), stores or Stores()
         self.served = Served(subject.loaded, subject.setup, watch=(), look=self.logits.look, stores=stores)
         self._others = subject.others
 
@@ -104,6 +104,26 @@ def test_41_who_is_preempted_while_it_speaks_goes_on_as_if_it_had_not_been(subje
     assert asked.served.recording.num_preemptions >= 2
     assert asked.tokens("preempted") == asked.tokens("cold")
     assert asked.agree(sequence, cold)
+
+
+def test_an_answer_goes_on_in_another_engine_from_the_state_that_was_saved(subject: Subject) -> None:
+    """Its prompt's and its output's last one, which is saved when a turn ends."""
+    subject = replace(subject, snapshot_every=0)
+    first, prompt = Asked(subject, Stores()), prompt_of(subject)
+    cold = first.ask(greedy("whole", prompt, NUM_OUTPUT))
+    elsewhere = Stores()
+    elsewhere.has[OTHER] = first.stores.has[OWN]
+    second, said = Asked(subject, elsewhere), first.tokens("whole")
+    for heard, boundary in ((20, 4), (35, 5)):
+        keys = extend_keys(root_key(b"", ""), [*prompt, *said[:heard]], subject.block_size)
+        request = greedy(f"{heard} were heard", prompt, NUM_OUTPUT)
+        rest = replace(request, output_token_ids=tuple(said[:heard]), sources=elsewhere.sources(keys))
+        second.served.engine.reset_prefix_cache()
+        sequence = second.ask(rest)
+        assert second.cached(request.request_id) == boundary * subject.block_size
+        assert second.tokens(request.request_id) == said[heard:]
+        ours, expected = second.logits.of[sequence], first.logits.of[cold]
+        assert all(second.logits.agree(expected[p], logits) for p, logits in ours.items())
 
 
 @pytest.mark.parametrize("is_known", [True, False])
