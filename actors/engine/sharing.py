@@ -66,16 +66,27 @@ class Sharing:
         return find_hit(self._cache, self._rule, keys)
 
     def is_growing(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence]) -> bool:
-        """Whether a step that is planned, but not committed, computes the next block of it for another."""
-        block_size, i = self._pools.block_size, hit.num_matched
-        if i >= sequence.num_skippable // block_size:
+        """Whether a step that is planned, but not committed, computes the next block of it for another, or
+        captures state from which more of it can be taken up."""
+        block_size, matched = self._pools.block_size, hit.num_matched
+        is_longer = matched < sequence.num_skippable // block_size
+        if is_longer and any(self._computes(other, sequence, matched) for other in running):
+            return True
+        if self._snapshot_every == 1 or hit.resume.boundary == matched:
             return False
-        key = sequence.block_keys(i, i + 1, block_size)
         return any(
+            hit.resume.start <= i < matched and self._computes(other, sequence, i)
+            for other in running
+            for i in other.holding.segments
+        )
+
+    def _computes(self, other: Sequence, sequence: Sequence, i: int) -> bool:
+        """Whether a step in flight computes this block of a sequence for another."""
+        block_size = self._pools.block_size
+        return (
             other.may_share
             and other.num_shared_blocks <= i < min(other.num_planned, len(other.tokens)) // block_size
-            and other.block_keys(i, i + 1, block_size) == key
-            for other in running
+            and other.block_keys(i, i + 1, block_size) == sequence.block_keys(i, i + 1, block_size)
         )
 
     def admit(self, sequence: Sequence, hit: Hit, *, first_step: int) -> None:

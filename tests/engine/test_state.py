@@ -307,6 +307,23 @@ def test_41_who_is_preempted_goes_on_from_the_last_state_of_its_output() -> None
     assert bench.drained()
 
 
+def test_of_many_that_share_a_prefix_and_come_together_two_compute_it() -> None:
+    """The first knows of no parting. The second has its state captured, and the others wait for that."""
+    bench = Bench(
+        window=2,
+        num_blocks=60,
+        num_segments=60,
+        max_num_seqs=5,
+        max_num_batched_tokens=100,
+        snapshot_every=0,
+    )
+    for i in range(5):
+        bench.submit(a_request(f"{i}", [*PROMPT[:20], 7 + i, *PROMPT[:8]], max_tokens=2))
+    bench.finish()
+    assert [bench.cached[f"{i}"] for i in range(5)] == [0, 0, 20, 20, 20]
+    assert bench.drained()
+
+
 def test_what_is_computed_of_an_output_again_keeps_one_state_of_it() -> None:
     bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0, max_num_batched_tokens=64)
     bench.submit(a_request("it", PROMPT, max_tokens=20))
