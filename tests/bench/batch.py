@@ -253,9 +253,9 @@ def arguments() -> argparse.Namespace:
     for name, default in {
         "lines": 2000,
         "groups": 200,
-        "prefix-tokens": 128,
-        "tail-tokens": 16,
-        "output-tokens": 8,
+        "prefix-tokens": 256,
+        "tail-tokens": 32,
+        "output-tokens": 32,
         "threads": 2,
         "rounds": 1,
     }.items():

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,10 +24,12 @@ import ray
 from tests.checkpoints import tiny_llama
 from tests.cluster.growing_ray import growing_ray
 from tests.cluster.served import Served, wait_for
-from tests.cluster.streamed import Body, Said, bodies, spoken
+from tests.cluster.streamed import Body, Said, bodies, events, heard, spoken
 
 TARGET = 4
-"""Requests on an engine."""
+"""Requests on an engine,"""
+SLOTS = 6
+"""and sequences that it computes at once, as some requests have several choices: the others wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +52,9 @@ class Load:
     undisturbed: list[Said]
     began: float = field(default_factory=time.monotonic)
     wanted: int = 0
-    latencies: list[tuple[float, float]] = field(default_factory=list)
-    """(when it was asked, seconds until its end)"""
+    ttfts: list[tuple[float, float]] = field(default_factory=list)
+    """(when it was asked, seconds until its first token), of whole answers"""
+    num_asked: int = 0
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -73,15 +77,31 @@ class Load:
                 time.sleep(0.05)
                 continue
             which = number % len(self.asked)
-            began = time.monotonic()
+            self.num_asked += 1
+            timed = Timed(events(self.url, self.asked[which]))
             try:
-                said = spoken(self.url, self.asked[which])
+                said = heard(iter(timed))
             except Exception as error:  # whatever it is, a client had no answer
                 self.failures.append(f"{type(error).__name__}: {error}"[:500])
             else:
                 if said != self.undisturbed[which]:
                     self.failures.append(f"another answer: {self.asked[which]}"[:500])
-            self.latencies.append((began - self.began, time.monotonic() - began))
+                self.ttfts.append((timed.began - self.began, timed.first_s))
+
+
+class Timed:
+    """A stream's events, and how long its first token took."""
+
+    def __init__(self, stream: Iterator[httpx.Headers | Body]) -> None:
+        self._stream = stream
+        self.began = time.monotonic()
+        self.first_s = 0.0
+
+    def __iter__(self) -> Iterator[httpx.Headers | Body]:
+        for event in self._stream:
+            if not self.first_s and not isinstance(event, httpx.Headers):
+                self.first_s = time.monotonic() - self.began
+            yield event
 
 
 class Watcher:
@@ -140,7 +160,8 @@ def main() -> int:
         checkpoint = tiny_llama(Path(folder), max_position_embeddings=4096)
         flags = ("--max-engines", str(args.max_engines), "--target-ongoing-requests", str(TARGET))
         delays = ("--upscale-delay", "2", "--downscale-delay", "10")
-        with Served.start(checkpoint, address, *flags, *delays) as served:
+        slots = ("--max-num-seqs", str(SLOTS))
+        with Served.start(checkpoint, address, *flags, *delays, *slots) as served:
             served.wait_until_ready()
             return _run(served, args)
 
@@ -160,32 +181,35 @@ def _run(served: Served, args: argparse.Namespace) -> int:
     time.sleep(3)
     load.end()
     watcher.end()
-    print(f"{len(load.latencies)} requests, {len(load.failures)} failures")
+    print(f"{load.num_asked} requests, {len(load.failures)} failures")
     for failure in load.failures[:5]:
         print(failure)
     if args.json:
-        measured = {"moments": [asdict(m) for m in watcher.moments], "latencies": load.latencies}
+        measured = {"moments": [asdict(m) for m in watcher.moments], "ttfts": load.ttfts}
         args.json.write_text(json.dumps(measured | {"failures": load.failures}, indent=1))
     if args.plot:
-        _draw(args.plot, watcher.moments, load.latencies)
+        _draw(args.plot, watcher.moments, load.ttfts)
     return 1 if load.failures else 0
 
 
-def _draw(path: Path, moments: list[Moment], latencies: list[tuple[float, float]]) -> None:
+def _draw(path: Path, moments: list[Moment], ttfts: list[tuple[float, float]]) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415  (an extra)
 
     figure = Figure(figsize=(9, 7), layout="constrained")
     above, middle, below = figure.subplots(3, 1, sharex=True)
     at = [moment.at_s for moment in moments]
-    above.step(at, [moment.clients for moment in moments], where="post", color="tab:gray")
-    above.set_ylabel("clients")
+    above.step(at, [moment.clients for moment in moments], where="post", label="clients")
+    target = [TARGET * moment.engines for moment in moments]
+    above.step(at, target, where="post", label="the engines' target", linestyle="--")
+    above.set_ylabel("requests")
+    above.legend(loc="upper right")
     middle.step(at, [moment.engines for moment in moments], where="post", label="engines ready")
     middle.step(at, [moment.draining for moment in moments], where="post", label="engines draining")
     middle.step(at, [moment.nodes for moment in moments], where="post", label="nodes", linestyle="--")
     middle.set_ylabel("count")
     middle.legend(loc="upper left")
-    below.plot(*zip(*latencies, strict=True), ".", markersize=3)
-    below.set_ylabel("seconds to answer")
+    below.plot(*zip(*ttfts, strict=True), ".", markersize=3)
+    below.set_ylabel("seconds to the first token")
     below.set_xlabel("seconds")
     for axes in (above, middle, below):
         axes.set_ylim(bottom=0)
