@@ -148,6 +148,8 @@ class EngineKwargs(Section):
     kv_write_policy: WritePolicy = _MODEL.kv_write_policy
     num_dropped_layers: Annotated[int, Field(ge=0)] = _MODEL.num_dropped_layers
     """The last sliding-window layers that are not stored but computed again after a hit."""
+    state_snapshot_every: Annotated[int, Field(ge=0)] = _MODEL.state_snapshot_every
+    """Blocks of a prompt between kept states of recurrent layers, beside its end's; 0 keeps no others."""
     require_kernels: bool = _MODEL.require_kernels
     """Refuse to start on the slow torch reference."""
 

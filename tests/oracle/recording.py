@@ -72,9 +72,13 @@ class Recording:
     num_preemptions: int = 0
 
     def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
-        digest = hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).digest()
-        earlier = self.digests[sequence].setdefault(position, digest)
-        assert earlier == digest, f"position {position} was computed twice, with other bits"
+        bits = digest(logits)
+        earlier = self.digests[sequence].setdefault(position, bits)
+        assert earlier == bits, f"position {position} was computed twice, with other bits"
+
+
+def digest(logits: Tensor) -> bytes:
+    return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +95,7 @@ class Setup:
     prefix_cache: PrefixCacheName = "naive"
     max_model_len: int = 2048
     num_dropped_layers: int = 0
+    snapshot_every: int = 1
 
 
 class Served:
@@ -120,7 +125,7 @@ class Served:
             max_model_len=setup.max_model_len,
             num_dropped_layers=setup.num_dropped_layers,
         )
-        num_slots = num_state_slots(setup.max_num_seqs) if layout.state else 0
+        num_slots = num_state_slots(setup.max_num_seqs) if layout.slots.num_bytes else 0
         memory = DeviceMemory(
             layout,
             num_blocks=setup.num_blocks,
@@ -147,15 +152,21 @@ class Served:
             block_size=setup.block_size,
             num_rows=config.num_rows,
             num_slots=num_slots,
-            num_segments=setup.num_blocks if layout.segment_bytes else 0,
+            num_segments=setup.num_blocks if layout.segments.num_bytes else 0,
             cache=setup.prefix_cache,
         )
         store_view = replace(
             view(),
-            bytes_per_block=layout.blocks.bytes_per_block,
-            bytes_per_segment=layout.segment_bytes,
+            bytes_per_block=layout.blocks.num_bytes,
+            bytes_per_segment=layout.segments.num_bytes,
         )
-        self._scheduler = Scheduler(config, pools, rule=layout.rule, stores=store_view if stores else None)
+        self._scheduler = Scheduler(
+            config,
+            pools,
+            rule=layout.rule,
+            snapshot_every=setup.snapshot_every,
+            stores=store_view if stores else None,
+        )
         self._carrier = Carrier(self._scheduler, memory, stores or Stores())
         self._num_submitted = 0
         self._watched = {SequenceId(number) for number in watch}
