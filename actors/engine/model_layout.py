@@ -119,8 +119,8 @@ class ModelLayout:
     @property
     def identity(self) -> str:
         """What a fingerprint must say of it: engines that differ in it cannot read each other's pieces."""
-        others = [(i, layer) for i, layer in enumerate(self.layers) if not layer.is_attention]
-        kept = [(i, layer) for i, layer in others if layer != LayerLayout()]
+        others = ((i, layer) for i, layer in enumerate(self.layers) if not layer.is_attention)
+        kept = [(i, layer.blocks, layer.segments) for i, layer in others if layer != LayerLayout()]
         return "".join(f", {what}" for what in (self.rings, kept) if what)
 
 
