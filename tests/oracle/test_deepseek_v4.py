@@ -19,9 +19,7 @@ from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_deepseek_v4
-from tests.fake_store import Stores
 from tests.oracle.cuts import SUBJECTS, Cuts, Place, Subject
-from tests.oracle.recording import Served, greedy
 from tests.oracle.stepping import Pages
 from tests.oracle.stepping import Piece as Chunk
 from tests.oracle.test_library import theirs
@@ -209,31 +207,6 @@ def test_prompts_of_every_length_have_the_logits_and_the_tokens_of_a_cold_machin
     for place in Place:
         for length, cut in zip(lengths, cuts.of(place, lengths, num_output=3), strict=True):
             assert cut.right and cut.tokens == expected[length], (place, length)
-
-
-def test_a_sequence_that_is_preempted_within_its_answer_goes_on_with_it(subject: Subject) -> None:
-    prompt = subject.tokens(7, 90)
-    cold = Served(subject.loaded, replace(subject.setup, prefix_cache="naive"), watch=())
-    expected = cold.serve([greedy("it", prompt, 12)]).tokens["it"]
-    served = Served(subject.loaded, subject.setup, watch=())
-    sequence = served.submit(greedy("it", prompt, 12))
-    for _ in range(9):
-        served.step()
-    served.preempt(sequence)
-    assert served.serve().tokens["it"] == expected
-    assert served.recording.num_preemptions == 1
-
-
-def test_26_an_answer_that_another_engine_has_begun_is_gone_on_with(subject: Subject) -> None:
-    """From what its store has of prompt and output: the boundary lies within the answer."""
-    stores, prompt = Stores(), subject.tokens(9, 90)
-    first = Served(subject.loaded, subject.setup, watch=(), stores=stores)
-    expected = first.serve([greedy("it", prompt, 16)]).tokens["it"]
-    rest = replace(greedy("it", prompt, 16), output_token_ids=tuple(expected[:9]))
-    for engine in (first, Served(subject.loaded, subject.setup, watch=())):
-        engine.recording.tokens.clear()
-        assert engine.serve([rest]).tokens["it"] == expected[9:]
-    assert first.recording.num_cached_tokens["it"] == 96 - 4
 
 
 @torch.inference_mode()
