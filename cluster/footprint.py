@@ -2,28 +2,18 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from shoal.actors.engine.model_layout import KV, RING, LayerLayout, ModelLayout, model_layout
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import DecoderConfig, architecture_of
-from shoal.kvstore.boundary import BoundaryRule
+from shoal.actors.engine.models.deepseek_v4_layout import DEEPSEEK_V4, WINDOW, V4Shape
 from shoal.kvstore.layout import Part, RowDtype, StateLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _VALUE_BYTES: dict[RowDtype, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
-FLOAT8_SCALED_VALUES = 32
-"""Share a scale of one byte (Open Compute Project, microscaling formats): 512 values are 528 bytes."""
-
-DEEPSEEK_V4 = "deepseek_v4"
-V4_SPARSE, V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
-V4_RING = "window"
-V4_SPARE_ROWS = 6
-"""Of a ring of DeepSeek V4, beyond its window: what one decode step with drafts writes, and from which the
-compression state is computed again. Its segments have them too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +87,7 @@ class Footprint:
     def states(self) -> tuple[tuple[Part, int], ...]:
         """What slots have beside rings, and of how many layers."""
         kinds = Counter(placed.part for placed in self.layout.slots.parts)
-        return tuple((part, count) for part, count in kinds.items() if part.name not in (RING, V4_RING))
+        return tuple((part, count) for part, count in kinds.items() if part.name not in (RING, WINDOW))
 
     @property
     def other_state_bytes(self) -> int:
@@ -178,80 +168,30 @@ def _rings(state: StateLayout) -> RingRows:
     )
 
 
-def _deepseek_v4(hf: Any, limits: Limits) -> Footprint:
-    """Every layer has a window of rows, keys and values alike; by its type, compressed rows too."""
-    dtype, block_size = limits.dtype or "float8", limits.block_size
-    for ratio in hf.compress_rates.values():
-        if block_size % ratio:
-            raise ValueError(
-                f"--block-size {block_size} must be a multiple of {ratio} for {architecture_of(hf)}"
-            )
-    rings = _v4_rings(hf, limits, dtype)
-    recomputed = limits.num_dropped_layers * (rings.window - 1)
-    layout = ModelLayout.of(
-        [_v4_layer(hf, i, rings, block_size, dtype) for i in range(rings.num_layers)],
-        block_size=block_size,
-        rule=BoundaryRule(
-            num_segments=-(-rings.num_rows // block_size) if rings.num_stored else 0,
-            num_recomputed=-(-recomputed // block_size),
-        ),
+def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
+    """Quantized, as it is published, it can be planned, and so can rows of 8 bits."""
+    shape, is_quantized = V4Shape.of(hf), getattr(hf, "quantization_config", None) is not None
+    dtype = limits.dtype or ("float8" if is_quantized else "float32")
+    layout = shape.layout(
+        block_size=limits.block_size, dtype=dtype, num_dropped_layers=limits.num_dropped_layers
     )
     return Footprint(
-        architecture=architecture_of(hf), dtype=dtype, rings=rings, layout=layout, is_served=False
+        architecture=shape.architecture,
+        dtype=dtype,
+        rings=_v4_rings(shape, layout),
+        layout=layout,
+        is_served=dtype != "float8" and not is_quantized,
     )
 
 
-def _v4_layer(hf: Any, layer: int, rings: RingRows, block_size: int, dtype: RowDtype) -> LayerLayout:
-    kind = hf.layer_types[layer]
-    num_rows = block_size // int(hf.compress_rates.get(kind, block_size))
-    window = partial(_rows, V4_RING, num_values=hf.head_dim, dtype=dtype)
-    compressed = partial(_rows, count=num_rows, num_values=hf.head_dim, dtype=dtype)
-    index = _rows("index of these", num_rows, hf.index_head_dim, dtype)
-    blocks: dict[str, tuple[Part, ...]] = {
-        V4_SPARSE: (compressed("compressed, sparse"), index),
-        V4_HEAVY: (compressed("compressed, heavily"),),
-    }
-    return LayerLayout(
-        blocks=blocks.get(kind, ()),
-        slots=(window(rings.num_rows), *_v4_compression(hf, kind)),
-        segments=(window(rings.segment_rows),) if layer < rings.num_stored else (),
-    )
-
-
-def _rows(name: str, count: int, num_values: int, dtype: RowDtype) -> Part:
-    return Part(name=name, shape=(count, _row_bytes(num_values, dtype)), dtype="uint8")
-
-
-def _v4_compression(hf: Any, kind: str) -> tuple[Part, ...]:
-    """Keys and gates, in float32, of the tokens of which the next compressed row will be made.
-
-    Rows of sparse layers and of their index overlap: they are made of two stretches, and half of each value
-    is for the one after. (transformers' `DeepseekV4CSACompressor` and `DeepseekV4HCACompressor`.)
-    """
-    ratio = int(hf.compress_rates.get(kind, 0))
-    shapes = {
-        V4_SPARSE: (2, ratio, 2, 2 * (hf.head_dim + hf.index_head_dim)),
-        V4_HEAVY: (1, ratio, 2, hf.head_dim),
-    }
-    return tuple(Part(name="compression", shape=shapes[k], dtype="float32") for k in shapes if k == kind)
-
-
-def _v4_rings(hf: Any, limits: Limits, dtype: RowDtype) -> RingRows:
-    num_layers, window = hf.num_hidden_layers, hf.sliding_window
-    num_rows = window + V4_SPARE_ROWS
-    num_stored = num_layers - limits.num_dropped_layers
-    if num_stored < 0:
-        raise ValueError(f"cannot leave {limits.num_dropped_layers} of {num_layers} sliding layers unstored")
+def _v4_rings(shape: V4Shape, layout: ModelLayout) -> RingRows:
+    windows = [placed.part for placed in layout.slots.parts if placed.part.name == WINDOW]
+    num_rows = windows[0].shape[0]
     return RingRows(
-        num_layers=num_layers,
-        num_stored=num_stored,
-        window=window,
+        num_layers=len(windows),
+        num_stored=len(layout.segments.parts),
+        window=shape.window,
         num_rows=num_rows,
-        bytes_per_row=_row_bytes(hf.head_dim, dtype),
-        segment_rows=min(limits.block_size, num_rows),
+        bytes_per_row=windows[0].num_bytes // num_rows,
+        segment_rows=shape.segment_rows(layout.block_size),
     )
-
-
-def _row_bytes(num_values: int, dtype: RowDtype) -> int:
-    scales = num_values // FLOAT8_SCALED_VALUES if dtype == "float8" else 0
-    return num_values * _VALUE_BYTES[dtype] + scales

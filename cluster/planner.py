@@ -77,7 +77,7 @@ class Plan:
             },
             "other_state_bytes": model.other_state_bytes,
             "segments_per_boundary": model.layout.rule.num_segments,
-            "recomputed_tokens": model.layout.rule.num_recomputed * self.limits.block_size,
+            "recomputed_tokens": model.layout.rule.recomputed_tokens(self.limits.block_size),
             "usable_slots": self.usable_slots,
             "memory_bytes": self.memory_bytes,
             "most_tokens": self.most_tokens,
@@ -194,9 +194,9 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         several = model.layout.rule.num_segments
         note = "one is the state at a boundary" if several == 1 else f"{several} are the state at a boundary"
         yield "a segment", _bytes(segments.num_bytes), note
-    recomputed = model.layout.rule.num_recomputed * limits.block_size
+    recomputed = model.layout.rule.recomputed_tokens(limits.block_size)
     if recomputed:
-        yield "recomputed", f"{recomputed:,} tokens", "after a hit, for the layers that are not stored"
+        yield "recomputed", f"{recomputed:,} tokens", "after a hit, for what is not stored"
     if plan.memory_bytes is not None:
         yield "", "", ""
         yield "memory", _bytes(plan.memory_bytes), "beside weights and a step"

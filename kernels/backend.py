@@ -65,7 +65,8 @@ class RingRows:
     valid_from_S: Tensor
     """int32 [S], at most start_S: layers that are not stored have no rows before it; nobody looks there"""
     restores_C3: Tensor
-    """int32 [C, 3]: (sequence, boundary at most start, segment that has the rows before it)"""
+    """int32 [C, 3]: (sequence, boundary, segment that has the rows before it). A boundary lies behind `start`
+    where rows before it are computed again; what a segment has of these is not needed."""
     captures_C3: Tensor
     """int32 [C, 3]: the same, of boundaries whose last row the step computes"""
 

@@ -223,6 +223,39 @@ def tiny_library(
     return _tiny(config, directory, seed, dtype, TINY_LIBRARY[config] | overrides)
 
 
+def tiny_deepseek_v4(directory: Path, *, seed: int = 0, dtype: Dtype = "float32", **overrides: Any) -> Path:
+    """A layer of each kind and one more that chooses: a window of 16, stretches of 4 and of 32 tokens.
+
+    So many index heads that no two rows have the score 0. The first layer's experts go by the token.
+    """
+    different = {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 32},
+        "sliding_window": 16,
+        "index_n_heads": 32,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "max_position_embeddings": 4096,
+    }
+    return _tiny("DeepseekV4Config", directory, seed, dtype, different | overrides)
+
+
 def _tiny(
     config_class: str,
     directory: Path,
@@ -254,6 +287,12 @@ def _tiny(
             else:
                 # Large enough that the next token depends on the whole context, not on the last token alone.
                 weight.normal_(std=1.5 * config.hidden_size**-0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+            elif name.endswith("tid2eid"):  # of each token, the experts that it goes to
+                experts = torch.rand(len(buffer), config.n_routed_experts).argsort(-1)
+                buffer.copy_(experts[:, : buffer.shape[1]])
         model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=shard_size)
     write_tiny_tokenizer(directory, vocab_size=config.vocab_size)
     return directory

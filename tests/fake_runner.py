@@ -77,11 +77,11 @@ class Rings:
     def restore(self, step: SequenceStep) -> None:
         """The state at step.start, into the stored layer's ring."""
         block_size, rows = self._layout.block_size, self._layout.segment_rows
-        first = step.start // block_size - len(step.restore)
+        first = -(-step.start // block_size) - len(step.restore)
         for i, segment in enumerate(step.restore, first):
             end = (i + 1) * block_size
             for position, row in zip(range(end - rows, end), self.segments[segment], strict=True):
-                if step.start - position <= self._layout.needed_rows:
+                if 0 < step.start - position <= self._layout.needed_rows:
                     self._rings[step.slot][0][position % self._layout.ring_rows] = row
 
     def compute(self, step: SequenceStep, tokens: Sequence[int]) -> list[int]:

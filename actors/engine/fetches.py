@@ -296,7 +296,7 @@ class Fetches:
         holding = self._hold(path, resume)
         self._let_go(sequence)
         self._kept[sequence] = holding
-        sequence.num_promised = resume.start * self._pools.block_size
+        sequence.num_promised = self._rule.first_token(resume, self._pools.block_size)
 
     def _let_go(self, sequence: Sequence) -> None:
         if (holding := self._kept.pop(sequence, None)) is not None:

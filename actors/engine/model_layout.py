@@ -7,8 +7,9 @@ A layer keeps named parts, of any shape and type. Three kinds of pieces have the
 - **a slot** has what a sequence overwrites: the last rows in a ring, or a whole state that each token
   changes. It is not initialised. Who computes position 0 reads nothing of it; who begins later restores it.
 - **a segment** has what is saved of a slot at the end of a block: of a ring that block's last rows, in order
-  of their positions; of a whole state all of it. Parts of a slot that its layer's segments do not have by the
-  same name are dropped: they must be exact again once `rule.num_recomputed` blocks have been computed.
+  of their positions, and some before them if `rule.num_rewound` says so; of a whole state all of it. Parts of
+  a slot that its layer's segments do not have by the same name are dropped: they must be exact again once
+  what `rule.num_recomputed` and `rule.num_rewound` say has been computed.
 
 A step's rows say which (`RingRows` of kernels/backend.py): each sequence's slot and first position, and the
 segments to restore and to capture. In a layer a step goes in this order: restore, compute, capture, commit.
@@ -118,8 +119,8 @@ class ModelLayout:
     @property
     def identity(self) -> str:
         """What a fingerprint must say of it: engines that differ in it cannot read each other's pieces."""
-        others = [(i, layer) for i, layer in enumerate(self.layers) if not layer.is_attention]
-        kept = [(i, layer) for i, layer in others if layer != LayerLayout()]
+        others = ((i, layer) for i, layer in enumerate(self.layers) if not layer.is_attention)
+        kept = [(i, layer.blocks, layer.segments) for i, layer in others if layer != LayerLayout()]
         return "".join(f", {what}" for what in (self.rings, kept) if what)
 
 

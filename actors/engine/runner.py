@@ -174,7 +174,7 @@ class ModelRunner:
     def _ring_rows(self, sequences: Sequence[SequenceStep]) -> RingRows:
         block_size = self._memory.layout.block_size
         restores = [
-            (i, s.start - age * block_size, segment)
+            (i, (-(-s.start // block_size) - age) * block_size, segment)
             for i, s in enumerate(sequences)
             for age, segment in enumerate(reversed(s.restore))
         ]

@@ -415,7 +415,7 @@ class Scheduler:
             prompt_logprobs=sequence.wanted_prompt_logprobs(start, end),
             restore=sequence.restore,
             captures=self._sharing.captures(sequence, start, end),
-            valid_from=sequence.resume.start * block_size,
+            valid_from=self._sharing.first_token(sequence),
             store_from=sequence.resume.boundary * block_size,
         )
         sequence.is_new_to_runner, sequence.restore = False, ()

@@ -148,16 +148,18 @@ class Sequence:
             return self.num_prompt_logprobs
         return len(self.tokens) - 1
 
-    def admit(self, holding: Holding, resume: Resume, block_size: int, *, may_share: bool) -> None:
+    def admit(
+        self, holding: Holding, resume: Resume, block_size: int, *, first_token: int, may_share: bool
+    ) -> None:
         self.holding = holding
         self.resume = resume
         self.num_shared_blocks = resume.boundary
         self.may_share, self.is_new_to_runner = may_share, True
-        self.num_planned = self.num_computed = resume.start * block_size
+        self.num_planned = self.num_computed = first_token
         self.num_promised = 0
         if not self.was_admitted:
             places = [self.fetched.get(key) for key in self.keys[1 : resume.start + 1]]
-            self.cached_tokens = tokens_by_place(places, block_size)
+            self.cached_tokens = tokens_by_place(places, block_size, first_token)
 
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""

@@ -93,7 +93,8 @@ class Sharing:
         """Give a sequence what it needs to run, and the cached prefix to build upon."""
         block_size, start = self._pools.block_size, hit.resume.start
         holding = self._pools.claim(len(sequence.tokens), hit=hit.blocks)
-        sequence.admit(holding, hit.resume, block_size, may_share=self._cache.keeps)
+        first_token = self._rule.first_token(hit.resume, block_size)
+        sequence.admit(holding, hit.resume, block_size, first_token=first_token, may_share=self._cache.keeps)
         state = [sequence.keys[i + 1] for i in self._rule.segments_at(start)]
         segments = self._cache.segments.lock(state)
         sequence.restore = tuple(segments)
@@ -104,6 +105,10 @@ class Sharing:
             if i < hit.num_matched:
                 self._cache.segments.keep(sequence.keys[i + 1])
         self._saves.note(Occasion.SEEN_AGAIN, sequence.keys[1 : hit.resume.boundary + 1], state)
+
+    def first_token(self, sequence: Sequence) -> int:
+        """The first that it has computed since it was last admitted, or is to."""
+        return self._rule.first_token(sequence.resume, self._pools.block_size)
 
     def _segments_to_keep(self, sequence: Sequence, num_matched: int) -> frozenset[int]:
         """What is needed at the prompt's end, for whoever asks again, and where it leaves what others have

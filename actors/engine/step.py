@@ -45,8 +45,8 @@ class SequenceStep:
     prompt_logprobs: int | None = None
     """Report the logprobs of the prompt's tokens at positions start + 1, ..., end (as far as there are)."""
     restore: tuple[BlockId, ...] = ()
-    """Segments to copy into the slot's rings before anything is computed: those of the blocks that end at
-    `start`, oldest first. Only in a sequence's first step."""
+    """Segments to copy into the slot's rings before anything is computed: those of the blocks up to the one
+    that ends at `start`, or less than a block behind it; oldest first. Only in a sequence's first step."""
     captures: tuple[tuple[int, BlockId], ...] = ()
     """(boundary, segment), start < boundary <= end: as the step computes the rows before `boundary`, copy
     those of the block that ends there to the segment. Rows before `start` come from the ring."""

@@ -20,13 +20,13 @@ Place = Literal["own_store", "other_store"]
 PLACES: tuple[Place, ...] = get_args(Place)
 
 
-def tokens_by_place(places: Sequence[Place | None], block_size: int) -> CachedTokens:
-    """places: of each block; None is the device, on which it was before."""
-    return CachedTokens(
-        device=places.count(None) * block_size,
-        own_store=places.count("own_store") * block_size,
-        other_store=places.count("other_store") * block_size,
-    )
+def tokens_by_place(places: Sequence[Place | None], block_size: int, num_tokens: int) -> CachedTokens:
+    """places: of each block; None is the device, on which it was before. Of the last block those beyond
+    `num_tokens` in all do not count."""
+    counts = {place: places.count(place) * block_size for place in (None, *PLACES)}
+    if places:
+        counts[places[-1]] -= len(places) * block_size - num_tokens
+    return CachedTokens(device=counts[None], own_store=counts["own_store"], other_store=counts["other_store"])
 
 
 class Fallback(StrEnum):

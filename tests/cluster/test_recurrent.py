@@ -1,29 +1,57 @@
-"""A recurrent model over real Ray, on two nodes."""
+"""Models whose state is not keys and values alone over real Ray, on two nodes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from shoal.cluster.bench.two_nodes import another_node
-from tests.checkpoints import tiny_library
+from tests.checkpoints import tiny_deepseek_v4, tiny_library
 from tests.cluster.chaos import metric
 from tests.cluster.served import Served, wait_for
 
 PROMPT = [(7 * i * i + 3 * i) % 500 + 3 for i in range(1500)]
-CACHED = 1488
-"""93 complete blocks of 16, and the state at their end."""
-NUM_SAVED = 93 + 5 + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    write: Callable[[Path], Path]
+    block_size: int
+    num_cached: int
+    """Up to the end of complete blocks, and the state there."""
+    num_saved: int
+    """Blocks and segments."""
+
+
+QWEN = Model(
+    write=lambda folder: tiny_library("Qwen3_5TextConfig", folder, max_position_embeddings=4096),
+    block_size=16,
+    num_cached=93 * 16,
+    num_saved=93 + 5 + 1,
+)
 """With a state every 16 blocks."""
+V4 = Model(
+    write=lambda folder: tiny_deepseek_v4(folder, sliding_window=128),
+    block_size=32,
+    num_cached=46 * 32 - 4,
+    num_saved=46 + 46,
+)
+"""Of which state is made of the last four tokens again."""
 
 
-def test_25_blocks_and_state_are_fetched_from_another_nodes_store(ray_address: str, tmp_path: Path) -> None:
-    checkpoint = tiny_library("Qwen3_5TextConfig", tmp_path, max_position_embeddings=4096)
-    flags = ("--threads", "4", "--routing-policy", "round_robin")
+@pytest.mark.parametrize("model", [QWEN, V4], ids=["qwen3.5", "deepseek v4"])
+def test_25_blocks_and_state_are_fetched_from_another_nodes_store(
+    ray_address: str, tmp_path: Path, model: Model
+) -> None:
+    checkpoint = model.write(tmp_path)
+    limits = ("--threads", "4", "--block-size", str(model.block_size))
+    flags = (*limits, "--routing-policy", "round_robin")
     with Served.start(checkpoint, ray_address, *flags) as served, no_more_room_here():
         served.wait_until_ready()
         with another_node(80 << 20):
@@ -32,10 +60,12 @@ def test_25_blocks_and_state_are_fetched_from_another_nodes_store(ray_address: s
             assert len({node_of(served, name) for name in served.engine_names()}) == 2
             cold = answer(served)
             assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            wait_for(lambda: num_known_in_stores(served) >= NUM_SAVED, "the router knows what was saved")
+            wait_for(
+                lambda: num_known_in_stores(served) >= model.num_saved, "the router knows what was saved"
+            )
             fetched = answer(served)
-            assert fetched["usage"]["prompt_tokens_details"]["cached_tokens"] == CACHED
-            assert metric(served, "shoal_cached_prompt_tokens_total", place="other_store") == CACHED
+            assert fetched["usage"]["prompt_tokens_details"]["cached_tokens"] == model.num_cached
+            assert metric(served, "shoal_cached_prompt_tokens_total", place="other_store") == model.num_cached
             ours, theirs = (said["choices"][0]["logprobs"] for said in (fetched, cold))
             assert ours["tokens"] == theirs["tokens"]
             pairs = zip(ours["token_logprobs"], theirs["token_logprobs"], strict=True)

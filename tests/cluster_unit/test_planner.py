@@ -99,27 +99,49 @@ def test_llama_31_8b(tmp_path: Path) -> None:
     assert plan(tmp_path, LLAMA_31_8B).bytes_per_token == 2 * 131_072, "float32, as it would be served"
 
 
-def test_deepseek_v4(tmp_path: Path) -> None:
-    """A row is 512 values of 8 bits and 16 scales; a ring is the window of 128 and 6 rows."""
-    made = plan(tmp_path, DEEPSEEK_V4, num_dropped_layers=20, max_num_seqs=64, memory_bytes=80 * GIB)
-    rings = made.footprint.rings
+def test_deepseek_v4_in_rows_of_8_bits(tmp_path: Path) -> None:
+    """A row is 512 values and 16 scales; a ring is the window of 128 and 6 rows."""
+    options: dict[str, Any] = {"kv_cache_dtype": "float8", "num_dropped_layers": 20, "memory_bytes": 80 * GIB}
+    made = plan(tmp_path, DEEPSEEK_V4, max_num_seqs=64, **options)
+    rings, layout = made.footprint.rings, made.footprint.layout
     assert rings is not None
-    assert (rings.bytes_per_row, rings.num_rows, rings.bytes_per_layer) == (528, 134, 134 * 528)
+    assert (rings.bytes_per_row, rings.num_rows, rings.bytes_per_layer) == (528, 134, 70_752)
     assert (rings.num_stored, rings.stored_bytes) == (20, 1_415_040)
-    assert made.footprint.layout.stored_bytes == 1_415_040, "in front of what is not stored"
+    assert layout.stored_bytes == 1_415_040, "in front of what is not stored"
     assert [rows.rows_per_block for rows in made.footprint.paged] == [128 // 4, 128 // 4, 128 // 128]
-    assert made.footprint.layout.blocks.num_bytes == 20 * (32 * 528 + 32 * 132 + 528)
+    assert layout.blocks.num_bytes == 20 * (32 * 528 + 32 * 132 + 528)
     assert made.usable_slots == 76, "floor(1.2 × 64)"
-    assert (made.footprint.layout.rule.num_segments, made.footprint.layout.rule.num_recomputed) == (2, 20)
+    assert (layout.rule.num_segments, layout.rule.num_recomputed, layout.rule.num_rewound) == (1, 20, 4)
     sparse, heavy = 2 * 4 * 2 * 2 * (512 + 128) * 4, 128 * 2 * 512 * 4
     assert made.footprint.other_state_bytes == 20 * (sparse + heavy)
     slot = 40 * rings.bytes_per_layer + made.footprint.other_state_bytes
     assert made.memory is not None
     assert made.memory.state_bytes == 2 * 77 * slot, "and one that is never issued, and staging"
-    assert made.memory.segment_bytes == 20 * 128 * 528
+    assert made.memory.segment_bytes == 20 * (127 + 4) * 528
     assert made.memory.num_blocks * made.memory.block_bytes + made.memory.num_segments * (
         made.memory.segment_bytes
     ) <= (80 * GIB - made.memory.state_bytes)
+
+
+def test_deepseek_v4_as_it_can_be_served_and_as_it_is_published(tmp_path: Path) -> None:
+    made = plan(tmp_path, DEEPSEEK_V4, kv_cache_dtype="bfloat16", num_dropped_layers=20)
+    assert made.footprint.rings is not None and made.footprint.is_served
+    assert made.footprint.rings.bytes_per_layer == 134 * 1024
+    assert made.footprint.layout.stored_bytes == 20 * 134 * 1024
+    assert made.footprint.layout.blocks.num_bytes == 20 * (32 * 1024 + 32 * 256 + 1024)
+    published = plan(tmp_path, DEEPSEEK_V4 | {"quantization_config": {"quant_method": "fp8"}})
+    assert (published.footprint.dtype, published.footprint.is_served) == ("float8", False)
+    assert plan(tmp_path, DEEPSEEK_V4).footprint.dtype == "float32"
+
+
+def test_layers_of_deepseek_v4_are_those_of_its_compress_ratios(tmp_path: Path) -> None:
+    ratios = {"layer_types": None, "compress_ratios": [0, 0, *[4, 128] * 19]}
+    paged = plan(tmp_path, DEEPSEEK_V4 | ratios).footprint.paged
+    assert [(rows.what, rows.num_layers, rows.rows_per_block) for rows in paged] == [
+        ("compressed", 19, 32),
+        ("index", 19, 32),
+        ("compressed", 19, 1),
+    ]
 
 
 def test_windows_are_state_and_not_blocks(tmp_path: Path) -> None:
@@ -169,7 +191,8 @@ def output(*command: str, status: int = 0) -> str:
 def test_a_table_and_json_say_the_same(tmp_path: Path) -> None:
     written(tmp_path, DEEPSEEK_V4)
     (tmp_path / "model.safetensors").write_bytes(bytes(2048))
-    command = (str(tmp_path), "--num-dropped-layers", "20", "--memory", "80GiB")
+    limits = ("--num-dropped-layers", "20", "--memory", "80GiB")
+    command = (str(tmp_path), *limits, "--kv-cache-dtype", "float8")
     table = output(*command)
     for expected in ("70,752 B", "1,415,040 B (1.3MiB)", "20 of 40 layers", "76 usable", "2,048 B (2KiB)"):
         assert expected in table

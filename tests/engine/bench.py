@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -48,6 +48,8 @@ class Bench:
     window: int | None = None
     """Of sliding layers, below the paged one."""
     num_dropped: int = 0
+    num_rewound: int = 0
+    """Tokens that are computed again before every start, if segments have all rows of a block."""
     num_segments: int = 20
     rule: BoundaryRule | None = None
     """Instead of what these layers need."""
@@ -87,7 +89,11 @@ class Bench:
         if self.window is not None:
             state = sliding_layers(self.window, self.block_size, num_dropped=self.num_dropped)
             self.num_slots = self.num_slots or num_state_slots(self.max_num_seqs)
-            self.rule = self.rule or state.rule
+            reach = state.needed_rows + self.num_rewound
+            rewinding = replace(
+                state.rule, num_segments=-(-reach // self.block_size), num_rewound=self.num_rewound
+            )
+            self.rule = self.rule or (rewinding if self.num_rewound else state.rule)
         self.pools = Pools(
             num_blocks=self.num_blocks,
             block_size=self.block_size,

@@ -15,12 +15,20 @@ from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.fingerprint import digest_content, digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
 from shoal.actors.engine.runner import ModelRunner, TokenRows
-from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
+from shoal.actors.messages import (
+    CachedTokens,
+    EngineRequest,
+    FinishReason,
+    IngressId,
+    RequestId,
+    SamplingParams,
+    TokenChunk,
+)
 from shoal.kernels.backend import LayerKV
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.boundary import BoundaryRule
-from tests.checkpoints import tiny_llama, tiny_mistral
+from tests.checkpoints import tiny_deepseek_v4, tiny_llama, tiny_mistral
 
 MIB = 1 << 20
 
@@ -39,11 +47,15 @@ def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None
     assert 64 * MIB - 8192 < used_bytes + memory.num_blocks * memory.block_bytes <= 64 * MIB
     assert built.largest_step_s > 0
 
+    assert serve(built, (3, 4, 5), 2)[-1].finish_reason is FinishReason.LENGTH
+
+
+def serve(built: build.BuiltEngine, prompt: tuple[int, ...], max_tokens: int) -> list[TokenChunk]:
     request = EngineRequest(
         request_id=RequestId("r"),
         attempt=1,
-        prompt_token_ids=(3, 4, 5),
-        max_tokens=2,
+        prompt_token_ids=prompt,
+        max_tokens=max_tokens,
         stop_token_ids=frozenset(),
         sampling=SamplingParams(temperature=0.0),
     )
@@ -51,8 +63,22 @@ def test_an_engine_is_built_within_its_memory_and_serves(tmp_path: Path) -> None
     replies = []
     while built.engine.has_work:
         replies += [reply.chunk for reply in built.engine.step()]
-    assert [chunk.finish_reason for chunk in replies] == [None, FinishReason.LENGTH]
+    assert [chunk.finish_reason for chunk in replies[:-1]] == [None] * (max_tokens - 1)
     built.engine.check()
+    return replies
+
+
+def test_an_engine_of_deepseek_v4_takes_up_what_it_has_kept(tmp_path: Path) -> None:
+    built = build.build_engine(a_config(tiny_deepseek_v4(tmp_path), block_size=32, max_num_seqs=4))
+    slot, segment = built.layout.slots.num_bytes, built.layout.segments.num_bytes
+    assert built.memory.state_bytes == 2 * 5 * slot and built.memory.segment_bytes == segment == 4 * 19 * 128
+    prompt = tuple(range(3, 103))
+    cold, hit = (serve(built, prompt, 8) for _ in range(2))
+    assert [chunk.token_ids for chunk in cold] == [chunk.token_ids for chunk in hit]
+    assert [chunks[0].cached_tokens for chunks in (cold, hit)] == [
+        CachedTokens(),
+        CachedTokens(device=96 - 4),
+    ]
 
 
 @pytest.fixture(scope="module")

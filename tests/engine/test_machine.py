@@ -193,9 +193,12 @@ class EngineMachine(RuleBasedStateMachine):
         eager=st.booleans(),
         window=st.sampled_from([None, 3, 4, 6]),
         num_dropped=st.sampled_from([0, 0, 1, 2]),
+        num_rewound=st.sampled_from([0, 2]),
         num_segments=st.sampled_from([2, 5, 11]),
     )
-    def begin(self, *, eager: bool, window: int | None, num_dropped: int, num_segments: int) -> None:
+    def begin(
+        self, *, eager: bool, window: int | None, num_dropped: int, num_rewound: int, num_segments: int
+    ) -> None:
         self.bench = Bench(
             num_blocks=11,
             block_size=3,
@@ -204,6 +207,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=7,
             window=window,
             num_dropped=num_dropped,
+            num_rewound=num_rewound if window in {4, 6} else 0,
             num_segments=num_segments,
             eager=eager,
             view=self.view,

@@ -108,6 +108,34 @@ def test_a_plan_says_what_to_restore_and_what_to_capture() -> None:
     assert (second.restore, second.valid_from, second.store_from) == ((), 16, 24)
 
 
+def test_tokens_before_a_boundary_are_computed_again_and_not_written_again() -> None:
+    """As many as state is made of that no segment has; then the state before them is what is restored."""
+    rule = BoundaryRule(num_segments=2, num_rewound=2)
+    bench = Bench(window=6, num_blocks=40, rule=rule, max_num_batched_tokens=3, max_num_seqs=2)
+    bench.serve("first", PROMPT, max_tokens=2)
+    segments = bench.pools.prefix_cache.segments
+    for key in bench.keys(PROMPT)[4:6]:
+        segments.detach(key)
+    captured = {b: segment for s in steps_of(bench, 1) for b, segment in s.captures}
+    assert bench.serve("again", PROMPT, max_tokens=2) == 16 - 2, "these two are not counted as cached"
+    first, second, *_ = steps_of(bench, 2)
+    assert (first.start, first.end, first.valid_from, first.store_from) == (14, 17, 14, 16)
+    assert first.restore == (captured[12], captured[16])
+    assert (first.captures, second.captures[0][0]) == ((), 20), "the state at 16 is there"
+    assert bench.drained()
+
+
+@pytest.mark.parametrize("num_dropped", [0, 1])
+def test_19_rewound_by_some_tokens_the_answer_is_the_same(num_dropped: int) -> None:
+    for cut in range(1, len(PROMPT) + 1):
+        rule = BoundaryRule(num_segments=2, num_recomputed=2 * num_dropped, num_rewound=3)
+        bench = Bench(window=6, num_blocks=40, num_dropped=num_dropped, rule=rule)
+        bench.serve("before", PROMPT[:cut])
+        start = 4 * max(0, cut // 4 - rule.num_recomputed)
+        assert bench.serve("whole", PROMPT, max_tokens=3) == max(0, start - 3)
+        assert bench.drained()
+
+
 def test_state_that_is_missing_before_a_boundary_is_captured_on_the_way_to_it() -> None:
     """The blocks between where computing goes on and the boundary are cached, and their rows not written."""
     bench = Bench(window=4, num_dropped=2, num_blocks=40)

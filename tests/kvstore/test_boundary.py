@@ -24,6 +24,15 @@ def test_layers_that_are_not_stored_are_recomputed_from_the_state_before() -> No
     assert rule.furthest(2, {0, 1}.__contains__) == Resume(), "from the start all is computed anyway"
 
 
+def test_what_state_is_made_of_may_be_computed_again_from_before_the_start() -> None:
+    rule = BoundaryRule(num_segments=1, num_rewound=4)
+    assert rule.furthest(2, {1}.__contains__) == Resume(boundary=2, start=2)
+    assert rule.first_token(Resume(boundary=2, start=2), 16) == 28
+    assert rule.first_token(Resume(), 16) == 0, "there is nothing before"
+    assert rule.recomputed_tokens(16) == 4
+    assert BoundaryRule(num_segments=1, num_recomputed=2, num_rewound=4).recomputed_tokens(16) == 36
+
+
 @settings(deadline=None)
 @given(st.integers(0, 8), st.integers(0, 4), st.integers(0, 4), st.sets(st.integers(0, 7)))
 def test_no_boundary_beyond_has_all_that_it_needs(

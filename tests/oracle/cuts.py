@@ -10,7 +10,7 @@ import random
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -19,11 +19,20 @@ from pathlib import Path
 from torch import Tensor
 
 from shoal.actors.engine.build import LoadedModel, load_model
-from shoal.actors.engine.model_layout import ModelLayout
+from shoal.actors.engine.model_layout import RING, ModelLayout
+from shoal.actors.engine.models.deepseek_v4_layout import WINDOW
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, StoreId
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import gemma3_270m, smollm2, tiny_gemma3, tiny_gpt_oss, tiny_library, tiny_mistral
+from tests.checkpoints import (
+    gemma3_270m,
+    smollm2,
+    tiny_deepseek_v4,
+    tiny_gemma3,
+    tiny_gpt_oss,
+    tiny_library,
+    tiny_mistral,
+)
 from tests.fake_store import OTHER, OWN, Stores
 from tests.oracle.recording import Recording, Served, Setup, digest, greedy, serve
 
@@ -69,12 +78,12 @@ class Subject:
 
     @property
     def num_rings(self) -> int:
-        return self._layout.rings.num_layers if self._layout.rings else 0
+        return sum(placed.part.name in {RING, WINDOW} for placed in self._layout.slots.parts)
 
     @property
     def num_recomputed(self) -> int:
         """Tokens before a boundary."""
-        return self._layout.rule.num_recomputed * self.block_size
+        return self._layout.rule.recomputed_tokens(self.block_size)
 
     @property
     def _layout(self) -> ModelLayout:
@@ -118,11 +127,13 @@ class Logits:
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     boundary: int
-    """In tokens."""
+    """In tokens, of so much of the prompt as was asked for."""
     num_cached: int
     num_expected: int
     wrong: tuple[int, ...]
     """Positions from the boundary on whose logits are others than when nothing was cached."""
+    tokens: tuple[int, ...]
+    """That came out."""
 
     @property
     def right(self) -> bool:
@@ -139,13 +150,18 @@ class Cuts:
         serve(subject.loaded, cold, [greedy("it", self._prompt, 1)], look=logits.look)
         self._cold = logits.of[SequenceId(1)]
 
-    def of(self, place: Place) -> Iterator[Cut]:
-        """All of them, in one engine, whose blocks, slots and segments hold what others have left there."""
+    def of(self, place: Place, lengths: Iterable[int] | None = None, *, num_output: int = 1) -> Iterator[Cut]:
+        """All of them, in one engine, whose blocks, slots and segments hold what others have left there.
+
+        lengths: so much of the prompt is asked for; if none are given, AFTER tokens beyond each boundary.
+        """
         self._logits = Logits(self._subject.tolerance)
+        block_size = self._subject.block_size
         served, source = self._engine_and_source(place)
-        for i in range(1, self._subject.num_blocks + 1):
-            boundary = i * self._subject.block_size
-            request = greedy(f"cut {boundary}", self._prompt[: boundary + AFTER], 1)
+        ends = range(block_size, (self._subject.num_blocks + 1) * block_size, block_size)
+        for length in lengths or [end + AFTER for end in ends]:
+            i = (length - 1) // block_size
+            request = greedy(f"cut {length}", self._prompt[:length], num_output)
             if source is not None:
                 served.engine.reset_prefix_cache()
                 entries = PrefixSource(store_id=source, first=0, end=i, segments=tuple(range(i)))
@@ -157,7 +173,13 @@ class Cuts:
             if place is Place.PREEMPTED:
                 served.step()
                 served.preempt(sequence)
-            yield self._cut(boundary, served.serve(), request, sequence)
+            yield self._cut(i * block_size, served.serve(), request, sequence)
+
+    def cold(self, length: int, *, num_output: int) -> tuple[int, ...]:
+        """The tokens that come out of so much of the prompt, where nothing is cached."""
+        setup = replace(self._subject.setup, prefix_cache="naive")
+        recording = serve(self._subject.loaded, setup, [greedy("it", self._prompt[:length], num_output)])
+        return tuple(recording.tokens["it"])
 
     def _engine_and_source(self, place: Place) -> tuple[Served, StoreId | None]:
         stores = Stores()
@@ -178,12 +200,13 @@ class Cuts:
     def _cut(self, boundary: int, recording: Recording, request: EngineRequest, sequence: SequenceId) -> Cut:
         """What is cached of a boundary so near that it must be computed again from the start is of no use."""
         ours = self._logits.of[sequence]
-        positions = range(boundary, boundary + AFTER)
+        positions = range(boundary, len(request.prompt_token_ids))
         return Cut(
             boundary=boundary,
             num_cached=recording.num_cached_tokens[request.request_id],
             num_expected=max(0, boundary - self._subject.num_recomputed),
             wrong=tuple(p for p in positions if not self._logits.agree(ours.get(p), self._cold[p])),
+            tokens=tuple(recording.tokens[request.request_id]),
         )
 
 
@@ -204,6 +227,11 @@ def _recurrent(config: str, scratch: Path) -> Subject:
     return _subject(tiny_library(config, scratch), 32, 8, tolerance=1e-4)
 
 
+def _deepseek_v4(window: int, scratch: Path) -> Subject:
+    """Blocks end where the longest stretches do. Within 1e-5 of the largest logits, which come to 7."""
+    return _subject(tiny_deepseek_v4(scratch, sliding_window=window), 32, 8, tolerance=7e-5)
+
+
 RECURRENT = {
     "qwen3-next": "Qwen3NextConfig",
     "qwen3.5": "Qwen3_5TextConfig",
@@ -219,6 +247,7 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "gemma3": lambda scratch: _subject(tiny_gemma3(scratch), 32, 8),
     "gpt-oss": lambda scratch: _subject(tiny_gpt_oss(scratch, num_hidden_layers=6), 32, 8),
     **{name: partial(_recurrent, config) for name, config in RECURRENT.items()},
+    **{f"deepseek-v4-{window}": partial(_deepseek_v4, window) for window in (16, 128)},
     "smollm2": lambda _: _subject(smollm2(), 128, 8),
     "gemma3-270m": lambda _: _subject(gemma3_270m(), 128, 21),
 }

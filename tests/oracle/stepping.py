@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
-from shoal.kernels.backend import Backend, LayerKV, LayerRing, RingRows, Rows
+from shoal.kernels.backend import Backend, LayerKV, LayerParts, LayerRing, RingRows, Rows
 from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.layout import KVDtype
 
@@ -94,8 +94,8 @@ class Pages:
     def take_up(self, sequence: int, *, start: int, boundary: int, without: int | None = None) -> None:
         """Forget what the sequence has in its slot, and its rows from position `boundary` on.
 
-        Its next step begins at position `start`, where a block ends, from the segments that were captured;
-        `without` leaves out one of them.
+        Its next step begins at position `start`, where a block ends, or so many tokens before it as the rule
+        says, from the segments that were captured; `without` leaves out one of them.
         """
         for block, first in zip(
             self._table_SN[sequence].tolist(), range(0, 1 << 30, self.block_size), strict=False
@@ -104,9 +104,15 @@ class Pages:
                 if isinstance(layer, LayerKV):
                     layer.k_PBHD[block, max(0, boundary - first) :] = float("nan")
                     layer.v_PBHD[block, max(0, boundary - first) :] = float("nan")
+                if isinstance(layer, LayerParts) and first >= boundary:
+                    for part in layer.blocks.values():
+                        part[block] = float("nan")
         if self._memory.slots is not None:
             self._memory.slots[sequence + 1] = POISON
-        self._store_from_S[sequence], self._valid_from_S[sequence] = boundary, start
+        self._store_from_S[sequence], self._valid_from_S[sequence] = (
+            boundary,
+            max(0, start - self.rule.num_rewound),
+        )
         self._restores += [
             (sequence, (i + 1) * self.block_size, self._segment(sequence, i))
             for n, i in enumerate(self.rule.segments_at(start // self.block_size))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PROVEN_IN_LIBRARY = (
     "DeepseekV3ForCausalLM",
+    "DeepseekV4ForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
     "GraniteMoeHybridForCausalLM",

@@ -12,6 +12,7 @@ from shoal.actors.engine.models.decoder_config import (
     refuse_quantized,
     rope_types,
 )
+from shoal.actors.engine.models.deepseek_v4_layout import DEEPSEEK_V4, V4Shape
 from shoal.actors.engine.models.library_state import recurrent_layers
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ class LibraryConfig:
     vocab_size: int
     layers: tuple[LayerLayout | None, ...] = ()
     """What each keeps beside keys and values, None attends; () is a model whose layers all attend."""
+    v4: V4Shape | None = None
+    """Of DeepSeek V4, whose attention is its own."""
 
 
 def library_config(hf: "PretrainedConfig") -> LibraryConfig:
@@ -39,14 +42,15 @@ def library_config(hf: "PretrainedConfig") -> LibraryConfig:
         raise UnsupportedModel(f"architecture {architecture} (not of text alone)")
     model = _model_class(hf, architecture)
     layers, layer_kinds = recurrent_layers(hf), set(getattr(hf, "layer_types", None) or ())
-    if not layers and (model._is_stateful or not layer_kinds <= set(LAYER_TYPES)):
+    v4 = V4Shape.of(hf) if hf.model_type == DEEPSEEK_V4 else None
+    if not (layers or v4) and (model._is_stateful or not layer_kinds <= set(LAYER_TYPES)):
         what = ", ".join(sorted(layer_kinds - set(LAYER_TYPES))) or "recurrent layers"
         raise UnsupportedModel(f"architecture {architecture} (with {what})")
     if not layers and not model._supports_attention_backend:
         raise UnsupportedModel(f"architecture {architecture} (its attention cannot be replaced)")
     if len(kinds := rope_types(hf)) > 1 and set(kinds) & set(DYNAMIC_ROPE_TYPES):
         raise UnsupportedModel(f"a dynamic rope for a part of the layers ({', '.join(kinds)})")
-    return LibraryConfig(architecture=architecture, vocab_size=hf.vocab_size, layers=layers)
+    return LibraryConfig(architecture=architecture, vocab_size=hf.vocab_size, layers=layers, v4=v4)
 
 
 def _model_class(hf: "PretrainedConfig", architecture: str) -> Any:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.model_layout import LayerLayout, ModelLayout, model_layout
 from shoal.actors.engine.models.decoder_config import LAYER_TYPES, UnsupportedModel
+from shoal.actors.engine.models.deepseek_v4 import V4Step, V4Tokens, swap_attention
+from shoal.actors.engine.models.deepseek_v4_layout import V4Shape
 from shoal.actors.engine.models.library_config import LibraryConfig
 from shoal.actors.engine.models.library_modules import Given, num_bytes, pin_ropes, swap_modules
 from shoal.actors.engine.models.library_recurrence import StatefulStep, swap_mixers
@@ -30,11 +32,12 @@ from shoal.kvstore.layout import KVDtype, Part
 ATTENTION = "shoal_paged"
 """Our name in transformers' registries of attention functions and of masks."""
 
-PROOF_TOKENS, PROOF_TOLERANCE = 24, 1e-3
+PROOF_BLOCK, PROOF_TOLERANCE = 12, 1e-3
+"""Tokens of a block when a model proves itself, at least; its sequences have two."""
 
 
 @dataclass(frozen=True)
-class Step(StatefulStep):
+class Step(StatefulStep, V4Step):
     """What our attention and recurrences must know of the step that a model computes at the moment."""
 
     def attend(
@@ -80,6 +83,9 @@ class Measure:
         (_, heads, value_size), key_size = x.v_THV.shape, x.k_THK.shape[2]
         self._note(layer, recurrent(heads, key_size, value_size))
         return x.v_THV.clone()
+
+    def attend_v4(self, theirs: Any, tokens: V4Tokens) -> Tensor:
+        return torch.zeros_like(tokens.hidden_1TN)
 
     def _note(self, layer: int, part: Part) -> None:
         noted = self.states.get(layer, ())
@@ -164,12 +170,17 @@ class LibraryModel:
     """What each layer keeps beside keys and values; None attends."""
     num_kv_heads: int
     head_dim: int
+    v4: V4Shape | None
+    """Then this says what layers keep, and not what is above."""
     num_bytes: int
 
     def layout(
         self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
     ) -> ModelLayout:
-        """Attention is all paged: which layers have a window is known to it alone, when it is called."""
+        """Attention is all paged: which layers have a window is known to it alone, when it is called. But for
+        that of DeepSeek V4."""
+        if self.v4 is not None:
+            return self.v4.layout(block_size=block_size, dtype=dtype, num_dropped_layers=num_dropped_layers)
         return model_layout(
             self.kept,
             num_kv_heads=self.num_kv_heads,
@@ -206,9 +217,10 @@ class LibraryModel:
             swap_modules(model, backend)
             model.float()
             pin_ropes(model, max_model_len)
-            expected = _own_logits(model)
+            expected = _own_logits(model, config)
             model.set_attn_implementation(ATTENTION)
             swap_mixers(model.base_model, _step.get)
+            swap_attention(model.base_model, _step.get)
             loaded = cls._in_halves(model, config)
             loaded._prove(backend, expected)
         except (UnsupportedModel, AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
@@ -221,16 +233,18 @@ class LibraryModel:
         layers, measure = model.base_model, Measure()
         nothing = torch.zeros(1, dtype=torch.int64)
         given = Given(type(_forward(layers, nothing, nothing, measure)))
-        measure.check(set(getattr(model.config, "layer_types", None) or ()), config.layers)
-        size = num_bytes(model)
+        if config.v4 is None:
+            measure.check(set(getattr(model.config, "layer_types", None) or ()), config.layers)
+        size, num_layers = num_bytes(model), len(config.v4.layers if config.v4 else measure.heads)
         setattr(model, model.base_model_prefix, given)
         return cls(
             layers=layers,
             head=model,
             given=given,
             vocab_size=config.vocab_size,
-            kept=config.layers or (None,) * len(measure.heads),
-            num_kv_heads=next(iter(measure.heads.values())),
+            kept=config.layers or (None,) * num_layers,
+            num_kv_heads=next(iter(measure.heads.values()), 0),
+            v4=config.v4,
             head_dim=-(-measure.head_size // 16) * 16,
             num_bytes=size,
         )
@@ -240,15 +254,16 @@ class LibraryModel:
 
         So must one that is taken up in its middle, from what was kept of it there, in another's slot.
         """
-        size, half = PROOF_TOKENS, PROOF_TOKENS // 2
-        memory = self._memory_for(2 * size // half + 1)
+        size = expected.shape[1]
+        half = size // 2
+        memory = self._memory_for(half)
         decoder = LibraryDecoder(self, backend, max_rows=2 * size, max_logits=2 * size)
-        tokens, got = _proof_tokens(self.vocab_size), torch.empty_like(expected)
+        tokens, got = _proof_tokens(self.vocab_size, size), torch.empty_like(expected)
 
         def compute(
-            *pieces: tuple[int, int, int], slots: tuple[int, int] = (1, 2), restore: bool = False
+            *pieces: tuple[int, int, int], slots: tuple[int, int] = (1, 2), resumed: bool = False
         ) -> None:
-            where = _proof_rows(pieces, slots, half, restore=restore)
+            where = _proof_rows(pieces, slots, half, resumed=resumed)
             at = where.sequence_T, where.position_T
             hidden = decoder.hidden_states(tokens[at].numpy(), where, memory.layers)
             got[at] = decoder.logits(hidden)
@@ -257,18 +272,19 @@ class LibraryModel:
         compute((1, 0, size - 1), (0, half, half + 1))
         compute((1, size - 1, size), (0, half + 1, size))
         _check_proof(got, expected, "over paged keys and values, and kept state,")
-        compute((0, half, size), slots=(2, 1), restore=True)
+        first = half - memory.layout.rule.num_rewound
+        compute((0, first, size), slots=(2, 1), resumed=True)
         _check_proof(got, expected, "taken up from kept state,")
 
-    def _memory_for(self, num_blocks: int) -> DeviceMemory:
-        """Blocks of half a proof's tokens, filled with what is NaN in any type of floats."""
-        layout = self.layout(block_size=PROOF_TOKENS // 2, dtype="float32", max_model_len=PROOF_TOKENS)
+    def _memory_for(self, block_size: int) -> DeviceMemory:
+        """Two blocks of each sequence, filled with what is NaN in any type of floats."""
+        layout = self.layout(block_size=block_size, dtype="float32", max_model_len=2 * block_size)
         memory = DeviceMemory(
             layout,
-            num_blocks=num_blocks,
+            num_blocks=5,
             num_slots=3,
-            num_segments=num_blocks,
-            max_rows=2 * PROOF_TOKENS,
+            num_segments=5,
+            max_rows=4 * block_size,
             device=torch.device("cpu"),
         )
         for piece in (memory.blocks, memory.slots, memory.segments):
@@ -278,10 +294,10 @@ class LibraryModel:
 
 
 def _proof_rows(
-    pieces: Sequence[tuple[int, int, int]], slots: tuple[int, int], block_size: int, *, restore: bool
+    pieces: Sequence[tuple[int, int, int]], slots: tuple[int, int], block_size: int, *, resumed: bool
 ) -> Rows:
     """pieces: (sequence, start, end). Every boundary that they come by is captured, to the segment of the
-    block's number."""
+    block's number. resumed: at the first boundary, from there."""
     where = [(s, p) for s, start, end in pieces for p in range(start, end)]
     sequence_T, position_T = torch.tensor(where, dtype=torch.int32).T.contiguous()
     table_SN = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
@@ -291,7 +307,7 @@ def _proof_rows(
         start_S[s] = start
         boundaries = range((start // block_size + 1) * block_size, end + 1, block_size)
         copies += [(s, b, int(table_SN[s, b // block_size - 1])) for b in boundaries]
-    restores = [(s, start, int(table_SN[s, start // block_size - 1])) for s, start, _ in pieces if restore]
+    restores = [(s, block_size, int(table_SN[s, 0])) for s, _, _ in pieces if resumed]
     rings = RingRows(
         slot_S=torch.tensor(slots, dtype=torch.int32),
         start_S=start_S,
@@ -299,7 +315,14 @@ def _proof_rows(
         restores_C3=torch.tensor(restores, dtype=torch.int32).view(-1, 3),
         captures_C3=torch.tensor(copies, dtype=torch.int32).view(-1, 3),
     )
-    return Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table_SN, rings=rings)
+    store_from_S = torch.full((2,), block_size if resumed else 0, dtype=torch.int32)
+    return Rows(
+        sequence_T=sequence_T,
+        position_T=position_T,
+        table_SN=table_SN,
+        store_from_S=store_from_S,
+        rings=rings,
+    )
 
 
 def _check_proof(got: Tensor, expected: Tensor, how: str) -> None:
@@ -318,7 +341,7 @@ class LibraryDecoder:
     def hidden_states(
         self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerMemory, ...]
     ) -> Tensor:
-        step = Step(self._backend, rows, kv)
+        step = Step(backend=self._backend, rows=rows, kv=kv)
         out = _forward(self._model.layers, torch.from_numpy(token_ids_T), rows.position_T.long(), step)
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
@@ -338,12 +361,14 @@ def _forward(layers: nn.Module, ids_T: Tensor, position_T: Tensor, step: Step | 
         _step.reset(token)
 
 
-def _own_logits(model: Any) -> Tensor:
-    """Of the proof's two sequences, by transformers' own attention: float32 [2, PROOF_TOKENS, V]."""
+def _own_logits(model: Any, config: LibraryConfig) -> Tensor:
+    """Of the proof's two sequences, by transformers' own attention: float32 [2, T, V]."""
     model.set_attn_implementation("eager")
-    logits = [model(ids[None], use_cache=False).logits[0] for ids in _proof_tokens(model.config.vocab_size)]
+    stretches = config.v4.stretches if config.v4 else 1
+    size = 2 * stretches * -(-PROOF_BLOCK // stretches)
+    logits = [model(ids[None], use_cache=False).logits[0] for ids in _proof_tokens(config.vocab_size, size)]
     return torch.stack(logits).float()
 
 
-def _proof_tokens(vocab_size: int) -> Tensor:
-    return (torch.arange(2 * PROOF_TOKENS) * 7919 % vocab_size).view(2, PROOF_TOKENS)
+def _proof_tokens(vocab_size: int, size: int) -> Tensor:
+    return (torch.arange(2 * size) * 7919 % vocab_size).view(2, size)

@@ -88,7 +88,8 @@ class Memory:
         self._pools.release(job.kept)
         job.num_shared = len(hit)
         if job.hits is None:
-            job.hits = tokens_by_place([job.fetched.get(key) for key in path[: len(hit)]], self._block_size)
+            places = [job.fetched.get(key) for key in path[: len(hit)]]
+            job.hits = tokens_by_place(places, self._block_size, len(hit) * self._block_size)
         self.saves.note(Occasion.SEEN_AGAIN, path[: len(hit)])
         return job.num_prompt - len(hit) * self._block_size
 
