@@ -1,6 +1,6 @@
 """The device's memory of what sequences keep: blocks, state slots and segments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.model_layout import KV, RING, LayerLayout, ModelLayout
+from shoal.actors.engine.step import Copy
 from shoal.actors.engine.transfers import Piece
 from shoal.kernels.backend import LayerKV, LayerMemory, LayerParts, LayerRing
 from shoal.kvstore.layout import Packing
@@ -57,6 +58,7 @@ class DeviceMemory:
         )
         # Copied by numpy, which asks no other thread to help.
         self._block_bytes = self.blocks.numpy()
+        self._slot_bytes = None if self.slots is None else self.slots.numpy()
         self._segment_bytes = None if self.segments is None else self.segments.numpy()
 
     def num_bytes(self, piece: Piece) -> int:
@@ -74,6 +76,15 @@ class DeviceMemory:
         """The opposite of `copy_out`. Nobody may read or write the pieces meanwhile."""
         for there, ours in self._beside(pieces, data):
             ours[:] = there
+
+    def copy(self, blocks: Iterable[Copy], slot: Copy | None) -> None:
+        """Whole blocks, and a slot. By who computes the steps: between two of them nobody writes a source."""
+        for source, to in blocks:
+            self._block_bytes[to] = self._block_bytes[source]
+        if slot is not None:
+            assert self._slot_bytes is not None
+            source, to = slot
+            self._slot_bytes[to] = self._slot_bytes[source]
 
     def _beside(self, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(bytes of `data`, bytes of the device) of each piece."""

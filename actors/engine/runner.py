@@ -1,6 +1,6 @@
 """Runs what a plan says on one device: packs the batch, computes, draws."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +13,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.sampler import DrawRow, Draws, Sampler
-from shoal.actors.engine.step import Drawn, SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Draw, Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import TokenLogprob
 from shoal.kernels.backend import Backend, RingRows, Rows
 
@@ -47,6 +47,8 @@ class TokenRows:
             if step.known_tokens:
                 known = torch.from_numpy(np.array(step.known_tokens, dtype=np.int64))
                 self._tokens_RL[step.row, : len(known)] = known
+            for fork in step.forks:
+                self._tokens_RL[fork.row, : step.end] = self._tokens_RL[step.row, : step.end]
             if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
                 table = self._tables_RN[step.row]
                 table[: len(step.block_table)] = step.block_table
@@ -84,9 +86,9 @@ class PackedStep:
     rows: Rows
     token_places_T: IntArray
     """int64: where their tokens lie."""
-    drawing: tuple[SequenceStep, ...]
+    drawing: tuple[SequenceId, ...]
     last_R: Tensor
-    """int64: of the T rows, the last one of each sequence that draws."""
+    """int64: of the T rows, the last one of each sequence that draws; that of its parent for a fork."""
     draws: Draws
     drawn_places_R: IntArray
     """int64: where the drawn tokens go."""
@@ -140,8 +142,9 @@ class ModelRunner:
         position_T = (
             np.arange(len(sequence_T), dtype=np.int32) + (end_S - after_S).astype(np.int32)[sequence_T]
         )
-        drawing_R = np.array([i for i, s in enumerate(sequences) if s.draw is not None], dtype=np.int64)
-        drawing = tuple(s for s in sequences if s.draw is not None)
+        drawing = list(_drawing(sequences))
+        drawing_R = np.array([i for i, _, _ in drawing], dtype=np.int64)
+        row_R = np.array([by.row for _, by, _ in drawing], dtype=np.int64)
         return PackedStep(
             plan=plan,
             rows=Rows(
@@ -152,17 +155,16 @@ class ModelRunner:
                 rings=None if self._memory.slots is None else self._ring_rows(sequences),
             ),
             token_places_T=self._rows.places(row_S[sequence_T], position_T),
-            drawing=drawing,
+            drawing=tuple(by.sequence_id for _, by, _ in drawing),
             last_R=self._on_device(after_S[drawing_R] - 1),
             draws=self._sampler.prepare(
                 [
-                    DrawRow(draw=s.draw, position=s.end, tokens=self._rows.of(s.row))
-                    for s in drawing
-                    if s.draw is not None
+                    DrawRow(draw=draw, position=sequences[i].end, tokens=self._rows.of(by.row))
+                    for i, by, draw in drawing
                 ],
                 self._vocab_size,
             ),
-            drawn_places_R=self._rows.places(row_S[drawing_R], end_S[drawing_R]),
+            drawn_places_R=self._rows.places(row_R, end_S[drawing_R]),
         )
 
     def _store_from(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
@@ -190,9 +192,15 @@ class ModelRunner:
         )
 
     def hidden_states(self, step: PackedStep) -> Tensor:
-        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
+        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call.
+
+        All rows are written then, so what forks need of them is copied too.
+        """
         token_ids_T = self._rows.tokens(step.token_places_T)
-        return self._model.hidden_states(token_ids_T, step.rows, self._layers)
+        hidden_TN = self._model.hidden_states(token_ids_T, step.rows, self._layers)
+        for fork in (fork for s in step.plan.sequences for fork in s.forks):
+            self._memory.copy(fork.blocks, fork.slot)
+        return hidden_TN
 
     def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
         """The next token of every sequence that the plan lets draw, from its last row."""
@@ -205,7 +213,7 @@ class ModelRunner:
             self._rows.put(step.drawn_places_R, token_R)
         return StepResult(
             step_id=step.plan.step_id,
-            drawn=dict(zip([s.sequence_id for s in step.drawing], drawn, strict=True)),
+            drawn={by: (one,) for by, one in zip(step.drawing, drawn, strict=True)},
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -234,3 +242,12 @@ class ModelRunner:
 
     def _on_device(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _drawing(sequences: Sequence[SequenceStep]) -> Iterator[tuple[int, SequenceStep | Fork, Draw]]:
+    """Who draws from which sequence's last row: itself, and those that are forked from it."""
+    for i, step in enumerate(sequences):
+        if step.draw is not None:
+            yield i, step, step.draw
+        for fork in step.forks:
+            yield i, fork, fork.draw

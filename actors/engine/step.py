@@ -22,6 +22,24 @@ class Draw:
     logprobs: int | None = None
 
 
+Copy = tuple[BlockId, BlockId]
+"""(source, copy), of blocks or of slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Another sequence of the same tokens begins where a step's rows end: its first token is drawn from the
+    same row of logits, and what it will write is copied for it when the step has been computed."""
+
+    sequence_id: SequenceId
+    row: int
+    """Of the token pool; the tokens up to there are those of the step's row."""
+    draw: Draw
+    blocks: tuple[Copy, ...] = ()
+    """The last one, unless it is full: complete blocks are shared."""
+    slot: Copy | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
     """Compute the K/V rows of the tokens at positions start, start + 1, ..., end - 1.
@@ -54,6 +72,8 @@ class SequenceStep:
     """Layers that are not stored have no rows before this position: nobody may look there."""
     store_from: int = 0
     """Rows of paged layers before this position lie in their blocks already, shared: they are not written."""
+    forks: tuple[Fork, ...] = ()
+    """Only of a step that draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +95,6 @@ class Drawn:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     step_id: int
-    drawn: dict[SequenceId, Drawn]
-    """Of every sequence whose plan said `draw`."""
+    drawn: dict[SequenceId, tuple[Drawn, ...]]
+    """Of every sequence whose plan said `draw`, and of every fork."""
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -44,7 +44,7 @@ class TimedRunner:
             self._measure(num_tokens, seconds)
         self.step_seconds.observe(seconds)
         self.num_computed_tokens += num_tokens
-        self.num_drawn_tokens += len(result.drawn)
+        self.num_drawn_tokens += sum(map(len, result.drawn.values()))
         return result
 
     def _measure(self, num_tokens: int, seconds: float) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.runner import ModelRunner, PackedStep, TokenRows
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
 from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
-from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams
+from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams, TokenLogprob
 from shoal.kernels.backend import Backend
 from shoal.kvstore.layout import KVDtype
 from tests.fake_store import Carrier, Stores, view
@@ -68,6 +69,7 @@ class Recording:
 
     digests: dict[SequenceId, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
 
@@ -109,6 +111,7 @@ class Served:
         watch: Sequence[int],
         look: Look | None = None,
         stores: Stores | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """stores: where what is cached goes, to its OWN, and where requests' sources are found."""
         config = SchedulerConfig(
@@ -171,7 +174,9 @@ class Served:
         self._num_submitted = 0
         self._watched = {SequenceId(number) for number in watch}
         self.engine = Engine(
-            self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, self._watched)
+            self._scheduler,
+            LookingRunner(runner, decoder, look or self.recording.look, self._watched),
+            executor,
         )
 
     def submit(self, request: EngineRequest, *, watch: bool = False) -> SequenceId:
@@ -192,6 +197,10 @@ class Served:
         self.engine.check()
         return self.recording
 
+    @property
+    def num_forked(self) -> int:
+        return self._scheduler.num_forked
+
     def preempt(self, sequence_id: SequenceId) -> None:
         """As if somebody before it had needed its blocks; its step may be in flight."""
         (sequence,) = (s for s in self._scheduler._running if s.sequence_id == sequence_id)
@@ -203,6 +212,7 @@ class Served:
             chunk = reply.chunk
             assert chunk.error is None, chunk.error
             self.recording.tokens[chunk.request_id] += chunk.token_ids
+            self.recording.logprobs[chunk.request_id] += (*chunk.prompt_logprobs, *chunk.logprobs)
             if chunk.cached_tokens is not None:
                 self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
         self.recording.num_preemptions = self._scheduler.num_preemptions
