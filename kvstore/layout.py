@@ -1,6 +1,6 @@
 """How many bytes a token, a block and a pool take, and in which order they lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.kvstore.boundary import BoundaryRule
@@ -59,9 +59,10 @@ class StateLayout:
     head_dim: int
     block_size: int
     dtype: KVDtype = "float32"
-    rows_per_step: int = 1
+    rows_per_step: int = field(default=1, repr=False)
     """What one decode step writes: its token, and drafts. (Never a prefill chunk, whose rows are attended to
-    beside the ring and then written to it as far as they fit.)"""
+    beside the ring and then written to it as far as they fit.) Segments do not depend on it, so it is left
+    out of the layout's name in a fingerprint."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_dropped <= self.num_layers:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shoal.actors.engine.block_pool import NO_BLOCK
-from shoal.actors.engine.step import Drawn, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Draw, Drawn, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.transfers import Piece
 from shoal.actors.messages import TokenLogprob
 from shoal.kvstore.layout import StateLayout
@@ -43,7 +43,9 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(logprob=-float(token))
 
 
-def sliding_layers(window: int, block_size: int, *, num_dropped: int = 0) -> StateLayout:
+def sliding_layers(
+    window: int, block_size: int, *, num_dropped: int = 0, num_draft_tokens: int = 0
+) -> StateLayout:
     """One layer that is stored, below those that are not."""
     return StateLayout(
         num_layers=1 + num_dropped,
@@ -52,6 +54,7 @@ def sliding_layers(window: int, block_size: int, *, num_dropped: int = 0) -> Sta
         num_kv_heads=1,
         head_dim=1,
         block_size=block_size,
+        rows_per_step=1 + num_draft_tokens,
     )
 
 
@@ -155,6 +158,9 @@ class FakeRunner:
             if step.known_tokens:
                 self._tokens[step.row] = list(step.known_tokens)
             assert step.start < step.end, "a row is computed, or there would be no logits"
+            if step.drafts:
+                behind = step.end - len(step.drafts)
+                self._tokens.setdefault(step.row, [])[behind : step.end] = step.drafts
             known = self._tokens.get(step.row, [])
             known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
             tokens = self._compute(step, known[: step.end])
@@ -165,7 +171,11 @@ class FakeRunner:
                 self._rows[row[0]][row[1]] = tokens[position - step.start]
         return StepResult(
             step_id=plan.step_id,
-            drawn={step.sequence_id: self._draw(step) for step in plan.sequences if step.draw is not None},
+            drawn={
+                step.sequence_id: step.accepted(self._draw(step, step.draw))
+                for step in plan.sequences
+                if step.draw is not None
+            },
             prompt_logprobs={
                 step.sequence_id: tuple(
                     logprob(token) for token in self._tokens.get(step.row, [])[step.start + 1 : step.end + 1]
@@ -206,11 +216,15 @@ class FakeRunner:
         assert self._rings is not None
         return self._rings.segments[piece.segment]
 
-    def _draw(self, step: SequenceStep) -> Drawn:
-        token = next_token([self._row(step, position) for position in range(step.end)])
-        self._tokens.setdefault(step.row, [])[step.end :] = [token]
-        assert step.draw is not None
-        return Drawn(token_id=token, logprob=None if step.draw.logprobs is None else logprob(token))
+    def _draw(self, step: SequenceStep, draw: Draw) -> list[Drawn]:
+        first = step.end - len(step.drafts)
+        rows = [self._row(step, position) for position in range(step.end)]
+        tokens = [next_token(rows[:position]) for position in range(first, step.end + 1)]
+        self._tokens.setdefault(step.row, [])[first:] = tokens
+        return [
+            Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
+            for token in tokens
+        ]
 
     def _row(self, step: SequenceStep, position: int) -> int:
         block, offset = self._locate(step, position)

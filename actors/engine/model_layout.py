@@ -14,6 +14,9 @@ class ModelLayout:
     """None if no layer has a ring."""
     has_ring: tuple[bool, ...]
     """Of each layer. The others are paged."""
+    can_rewind: bool = True
+    """Whether a sequence can go on from before the last tokens computed, as after drafts that were rejected.
+    With a whole state it cannot."""
 
     @property
     def rule(self) -> BoundaryRule:
@@ -22,6 +25,13 @@ class ModelLayout:
     @property
     def segment_bytes(self) -> int:
         return self.state.bytes_per_segment if self.state else 0
+
+    def check_drafts(self, num_draft_tokens: int) -> None:
+        """Raises ValueError if there are to be some, and those that were wrong could not be taken back."""
+        if num_draft_tokens and not self.can_rewind:
+            raise ValueError(
+                "speculative: the model's recurrent layers cannot take rejected drafts back: leave it out"
+            )
 
 
 def model_layout(
@@ -33,11 +43,14 @@ def model_layout(
     dtype: KVDtype,
     max_model_len: int,
     num_dropped_layers: int = 0,
+    num_draft_tokens: int = 0,
 ) -> ModelLayout:
     """windows: of each layer, how many positions a token sees; None is all.
 
     One that no sequence outgrows bounds nothing: such a layer is paged. Rings are as long as the largest of
-    the other windows needs. Raises ValueError if more layers are to be dropped than have one.
+    the other windows needs, and longer by as many drafts as a step may have: the rows of those that were
+    wrong lie where no row lay that is needed. Raises ValueError if more layers are to be dropped than have
+    a window.
     """
     has_ring = tuple(window is not None and window < max_model_len for window in windows)
     num_rings = sum(has_ring)
@@ -63,5 +76,6 @@ def model_layout(
         head_dim=head_dim,
         block_size=block_size,
         dtype=dtype,
+        rows_per_step=1 + num_draft_tokens,
     )
     return ModelLayout(blocks=blocks, state=state, has_ring=has_ring)

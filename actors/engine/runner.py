@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class TokenRows:
             if step.known_tokens:
                 known = torch.from_numpy(np.array(step.known_tokens, dtype=np.int64))
                 self._tokens_RL[step.row, : len(known)] = known
+            if step.drafts:  # nothing in flight reads behind the tokens that are known
+                drafts = np.array(step.drafts, dtype=np.int64)
+                self._tokens_RL[step.row, step.end - len(drafts) : step.end] = torch.from_numpy(drafts)
             if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
                 table = self._tables_RN[step.row]
                 table[: len(step.block_table)] = step.block_table
@@ -85,8 +89,9 @@ class PackedStep:
     token_places_T: IntArray
     """int64: where their tokens lie."""
     drawing: tuple[SequenceStep, ...]
-    last_R: Tensor
-    """int64: of the T rows, the last one of each sequence that draws."""
+    drawing_R: Tensor
+    """int64: of the T rows, those that tokens are drawn from: the last one of each sequence that draws, after
+    one before each of its drafts."""
     draws: Draws
     drawn_places_R: IntArray
     """int64: where the drawn tokens go."""
@@ -140,8 +145,9 @@ class ModelRunner:
         position_T = (
             np.arange(len(sequence_T), dtype=np.int32) + (end_S - after_S).astype(np.int32)[sequence_T]
         )
-        drawing_R = np.array([i for i, s in enumerate(sequences) if s.draw is not None], dtype=np.int64)
+        drawing_D = np.array([i for i, s in enumerate(sequences) if s.draw is not None], dtype=np.int64)
         drawing = tuple(s for s in sequences if s.draw is not None)
+        drawing_R, of_R = _drawing_rows(after_S[drawing_D], [len(s.drafts) for s in drawing])
         return PackedStep(
             plan=plan,
             rows=Rows(
@@ -153,16 +159,17 @@ class ModelRunner:
             ),
             token_places_T=self._rows.places(row_S[sequence_T], position_T),
             drawing=drawing,
-            last_R=self._on_device(after_S[drawing_R] - 1),
+            drawing_R=self._on_device(drawing_R),
             draws=self._sampler.prepare(
                 [
-                    DrawRow(draw=s.draw, position=s.end, tokens=self._rows.of(s.row))
+                    DrawRow(draw=s.draw, position=position, tokens=self._rows.of(s.row))
                     for s in drawing
                     if s.draw is not None
+                    for position in range(s.end - len(s.drafts), s.end + 1)
                 ],
                 self._vocab_size,
             ),
-            drawn_places_R=self._rows.places(row_S[drawing_R], end_S[drawing_R]),
+            drawn_places_R=self._rows.places(row_S[drawing_D][of_R], position_T[drawing_R] + 1),
         )
 
     def _store_from(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
@@ -195,17 +202,19 @@ class ModelRunner:
         return self._model.hidden_states(token_ids_T, step.rows, self._layers)
 
     def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
-        """The next token of every sequence that the plan lets draw, from its last row."""
+        """The next tokens of every sequence that the plan lets draw. What is drawn behind a draft that was
+        wrong lies in the token rows too, where a later step draws before anyone reads."""
         prompt_logprobs = self._prompts_logprobs(step.plan, hidden_TN)
         drawn: list[Drawn] = []
         if step.drawing:
-            hidden_RN = hidden_TN.new_empty(len(step.drawing), hidden_TN.shape[1])
-            self._backend.gather(hidden_TN, step.last_R, hidden_RN)
+            hidden_RN = hidden_TN.new_empty(len(step.drawing_R), hidden_TN.shape[1])
+            self._backend.gather(hidden_TN, step.drawing_R, hidden_RN)
             token_R, drawn = self._sampler.draw(self._model.logits(hidden_RN), step.draws)
             self._rows.put(step.drawn_places_R, token_R)
+        each = iter(drawn)
         return StepResult(
             step_id=step.plan.step_id,
-            drawn=dict(zip([s.sequence_id for s in step.drawing], drawn, strict=True)),
+            drawn={s.sequence_id: s.accepted(tuple(islice(each, len(s.drafts) + 1))) for s in step.drawing},
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -234,3 +243,10 @@ class ModelRunner:
 
     def _on_device(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
+
+
+def _drawing_rows(after_D: IntArray, num_drafts: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """int64 [R], both: the rows up to `after_D`, one more of each than it has drafts; whose they are."""
+    count_D = np.array(num_drafts, dtype=np.int64) + 1
+    of_R = np.repeat(np.arange(len(count_D)), count_D)
+    return np.arange(len(of_R)) + (after_D - np.cumsum(count_D))[of_R], of_R

@@ -96,13 +96,13 @@ class Sharing:
         """(boundary, segment) for what rows start, ..., end - 1 come past; the sequence owns the segments.
 
         If there are few to be had, boundaries to which somebody is likely to come back are served first, then
-        the last ones.
+        the last ones. A boundary that only drafts had come past is come past again, with the same segment.
         """
         block_size, taken = self._pools.block_size, sequence.holding.segments
         passed = range(start // block_size, end // block_size)
         if not passed or not self._rule.num_segments or not sequence.may_share:
             return ()
-        lacking = [i for i in passed if not self._has_segment(sequence, i)]
+        lacking = [i for i in passed if i not in taken and not self._has_segment(sequence, i)]
         lacking.sort(key=lambda i: (i not in sequence.segments_to_keep, -i))
         for i in lacking:
             segment = self._pools.claim_segment()

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shoal.actors.engine.drafts import Drafts
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
@@ -61,6 +62,9 @@ class Bench:
     """The fake device computes a step as soon as it is given it."""
     fingerprint: bytes = b""
     view: StoreView | None = None
+    drafts: Drafts | None = None
+    num_draft_tokens: int = 0
+    """What rings have room for."""
     now: float = 0.0
     """Seconds, for the scheduler."""
     stores: Stores = field(default_factory=Stores)
@@ -84,7 +88,12 @@ class Bench:
         )
         state = None
         if self.window is not None:
-            state = sliding_layers(self.window, self.block_size, num_dropped=self.num_dropped)
+            state = sliding_layers(
+                self.window,
+                self.block_size,
+                num_dropped=self.num_dropped,
+                num_draft_tokens=self.num_draft_tokens,
+            )
             self.num_slots = self.num_slots or num_state_slots(self.max_num_seqs)
             self.rule = self.rule or state.rule
         self.pools = Pools(
@@ -101,6 +110,7 @@ class Bench:
             fingerprint=self.fingerprint,
             rule=self.rule,
             stores=self.view,
+            drafts=self.drafts,
             clock=lambda: self.now,
         )
         self.runner = FakeRunner(

@@ -20,8 +20,8 @@ class Machine:
 
         def run() -> StepResult:
             self.now += self.takes_s
-            drawn = {plan.sequences[0].sequence_id: Drawn(token_id=1)}
-            return StepResult(step_id=plan.step_id, drawn=drawn)
+            drawn: tuple[Drawn, ...] = (Drawn(token_id=1),)
+            return StepResult(step_id=plan.step_id, drawn={plan.sequences[0].sequence_id: drawn})
 
         return run
 
