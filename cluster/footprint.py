@@ -94,6 +94,7 @@ class Limits:
     dtype: RowDtype | None = None
     """None is what would be served: float32, or the model's own where there is no choice."""
     num_dropped_layers: int = 0
+    num_draft_tokens: int = 0
 
 
 def check_architecture(hf: "PretrainedConfig") -> None:
@@ -143,7 +144,9 @@ def _attention(
         dtype=dtype,
         max_model_len=limits.max_model_len,
         num_dropped_layers=limits.num_dropped_layers,
+        num_draft_tokens=limits.num_draft_tokens,
     )
+    layout.check_drafts(limits.num_draft_tokens)
     blocks, state = layout.blocks, layout.state
     rows = PagedRows(
         what="full attention",
