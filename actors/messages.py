@@ -316,6 +316,24 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """What has come of guesses of next tokens."""
+
+    num_drafts: int = 0
+    """Runs of guesses, each verified by one step."""
+    num_tokens: int = 0
+    num_accepted: int = 0
+    """Of these tokens, those that were right and used: so many steps of one token each were saved."""
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
+            num_drafts=self.num_drafts + other.num_drafts,
+            num_tokens=self.num_tokens + other.num_tokens,
+            num_accepted=self.num_accepted + other.num_accepted,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHealth:
     """Answers a ping. An engine whose step hangs still answers, and says so."""
 
@@ -326,6 +344,7 @@ class EngineHealth:
     """Of their prompts."""
     tokens_per_s: float = 0.0
     """How fast it lately computed prompts; 0 before the first."""
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,6 +355,7 @@ class EngineLoad:
     num_waiting: int
     kv_usage: float
     """Of the engine: the share of its blocks that sequences use, anybody's, from 0 to 1."""
+    drafts: DraftCounts = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

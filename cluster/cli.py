@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from shoal.actors.engine.drafts import Speculative
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.router.policies import RoutingPolicyName
@@ -117,6 +118,13 @@ def serve(
     kv_write_policy: Annotated[
         WritePolicy, typer.Option(help="What engines save in their node's store, and when.")
     ] = MODEL.kv_write_policy,
+    speculative: Annotated[
+        Speculative | None,
+        typer.Option(help="Guess next tokens from what a sequence said before, and verify several at once."),
+    ] = MODEL.speculative,
+    num_draft_tokens: Annotated[
+        int, typer.Option(help="Then: the most that a step verifies of a sequence.")
+    ] = MODEL.num_draft_tokens,
     routing_policy: Annotated[
         RoutingPolicyName, typer.Option(help="How the router chooses an engine for a request.")
     ] = DEFAULT.routing_policy,
@@ -205,6 +213,10 @@ def plan(
     num_dropped_layers: Annotated[
         int, typer.Option(min=0, help="The last sliding-window layers that are not stored but recomputed.")
     ] = 0,
+    num_draft_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Drafts that a step may verify of a sequence: rings are longer for them."),
+    ] = 0,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -224,6 +236,7 @@ def plan(
                 block_size=block_size,
                 kv_cache_dtype=kv_cache_dtype,
                 num_dropped_layers=num_dropped_layers,
+                num_draft_tokens=num_draft_tokens,
             ),
         )
     if as_json:

@@ -103,6 +103,7 @@ class Limits:
     dtype: RowDtype | None = None
     """None is what would be served: float32, or the model's own where there is no choice."""
     num_dropped_layers: int = 0
+    num_draft_tokens: int = 0
 
 
 def check_architecture(hf: "PretrainedConfig") -> None:
@@ -152,7 +153,9 @@ def _attention(
         dtype=dtype,
         max_model_len=limits.max_model_len,
         num_dropped_layers=limits.num_dropped_layers,
+        num_draft_tokens=limits.num_draft_tokens,
     )
+    layout.check_drafts(limits.num_draft_tokens)
     rings = _rings(layout.rings) if layout.rings else None
     return Footprint(architecture=architecture_of(hf), dtype=dtype, rings=rings, layout=layout)
 
@@ -173,8 +176,12 @@ def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
     shape, is_quantized = V4Shape.of(hf), getattr(hf, "quantization_config", None) is not None
     dtype = limits.dtype or ("float8" if is_quantized else "float32")
     layout = shape.layout(
-        block_size=limits.block_size, dtype=dtype, num_dropped_layers=limits.num_dropped_layers
+        block_size=limits.block_size,
+        dtype=dtype,
+        num_dropped_layers=limits.num_dropped_layers,
+        num_draft_tokens=limits.num_draft_tokens,
     )
+    layout.check_drafts(limits.num_draft_tokens)
     return Footprint(
         architecture=shape.architecture,
         dtype=dtype,

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from shoal.actors.engine.drafts import Speculative
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.messages import HttpConfig
@@ -41,6 +42,8 @@ class ModelOptions:
     state_snapshot_every: int = 16
     kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
+    speculative: Speculative | None = None
+    num_draft_tokens: int = 5
     require_kernels: bool = False
 
 

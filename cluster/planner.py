@@ -26,6 +26,7 @@ class PlanOptions:
     block_size: int = 128
     kv_cache_dtype: RowDtype | None = None
     num_dropped_layers: int = 0
+    num_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +110,7 @@ def make_plan(source: Path, options: PlanOptions) -> Plan:
         block_size=options.block_size,
         dtype=options.kv_cache_dtype,
         num_dropped_layers=options.num_dropped_layers,
+        num_draft_tokens=options.num_draft_tokens,
     )
     model = footprint(hf, limits)
     memory, too_little = None, None

@@ -148,9 +148,15 @@ def _read_config(checkpoint: Path, options: ModelOptions) -> tuple[int, LeanMode
     if wanted is not None and not 1 <= wanted <= limit:
         raise ValueError(f"--max-model-len {wanted} must be from 1 to the model's own {limit}")
     max_model_len = wanted or usual_length(hf)
-    if options.num_dropped_layers:
-        footprint(hf, Limits(max_model_len=max_model_len, num_dropped_layers=options.num_dropped_layers))
-    if lean := lean_model(hf, max_model_len):
+    lean = lean_model(hf, max_model_len)
+    if options.num_dropped_layers or (options.speculative and lean is None):
+        limits = Limits(
+            max_model_len=max_model_len,
+            num_dropped_layers=options.num_dropped_layers,
+            num_draft_tokens=options.num_draft_tokens if options.speculative else 0,
+        )
+        footprint(hf, limits)
+    if lean is not None:
         kept.keep(checkpoint, wanted, Reading(max_model_len=max_model_len, lean=lean))
     return max_model_len, lean
 
@@ -256,6 +262,8 @@ def _deployment(options: ServeOptions, model: _Model, share: _Share) -> Deployme
             num_dropped_layers=said.num_dropped_layers,
             state_snapshot_every=said.state_snapshot_every,
             kv_write_policy=said.kv_write_policy,
+            speculative=said.speculative,
+            num_draft_tokens=said.num_draft_tokens,
             require_kernels=said.require_kernels,
             lean=model.lean,
         ),

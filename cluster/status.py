@@ -37,6 +37,8 @@ def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
                         "num_requests": engine.health.num_requests,
                         "uncomputed_tokens": engine.health.uncomputed_tokens,
                         "prefill_tokens_per_s": round(engine.health.tokens_per_s, 1),
+                        "draft_tokens": engine.health.drafts.num_tokens,
+                        "accepted_draft_tokens": engine.health.drafts.num_accepted,
                         "trouble": engine.trouble,
                         "doing": engine.doing,
                     }
@@ -58,6 +60,9 @@ def as_dict(name: str, status: ClusterStatus) -> dict[str, Any]:
 def shown(status: dict[str, Any]) -> Group:
     """The same as a table, with what is amiss below it."""
     table = Table("model", "engine", "phase", "node", "requests", "tokens to compute", "prefill tokens/s")
+    has_drafts = any(engine["draft_tokens"] for model in status["models"] for engine in model["engines"])
+    if has_drafts:
+        table.add_column("drafts right")
     table.columns[0].overflow = "fold"
     for column in table.columns[4:]:
         column.justify = "right"
@@ -73,6 +78,7 @@ def shown(status: dict[str, Any]) -> Group:
                 str(engine["num_requests"]),
                 f"{engine['uncomputed_tokens']:,}",
                 f"{engine['prefill_tokens_per_s']:,.0f}",
+                *([_drafts(engine)] if has_drafts else []),
             )
         if not model["engines"]:
             table.add_row(Text(model["model"]), "none", "", "", "", "", "")
@@ -84,6 +90,11 @@ def shown(status: dict[str, Any]) -> Group:
     lines += [Text(line, style="cyan") for line in leaving]
     lines += [Text(trouble, style="yellow") for trouble in status["troubles"]]
     return Group(*lines)
+
+
+def _drafts(engine: dict[str, Any]) -> str:
+    drafted, accepted = engine["draft_tokens"], engine["accepted_draft_tokens"]
+    return f"{accepted / drafted:.0%} of {drafted:,}" if drafted else ""
 
 
 def _phase(engine: dict[str, Any]) -> Text:

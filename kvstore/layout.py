@@ -1,7 +1,7 @@
 """How many bytes the parts of a block, a slot and a segment take, and in which order they lie."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, Self
 
@@ -88,9 +88,10 @@ class StateLayout:
     head_dim: int
     block_size: int
     dtype: KVDtype = "float32"
-    rows_per_step: int = 1
+    rows_per_step: int = field(default=1, repr=False)
     """What one decode step writes: its token, and drafts. (Never a prefill chunk, whose rows are attended to
-    beside the ring and then written to it as far as they fit.)"""
+    beside the ring and then written to it as far as they fit.) Segments do not depend on it, so it is left
+    out of the layout's name in a fingerprint."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_dropped <= self.num_layers:

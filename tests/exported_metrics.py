@@ -15,7 +15,7 @@ from shoal.actors.engine.staging import Staging
 from shoal.actors.engine.timed_runner import TimedRunner
 from shoal.actors.ingress.metrics import Metrics as IngressMetrics
 from shoal.actors.ingress.vllm_names import VllmNames
-from shoal.actors.messages import EngineId, EngineLoad
+from shoal.actors.messages import DraftCounts, EngineId, EngineLoad
 from shoal.actors.router.members import Members
 from shoal.actors.router.metrics import router_metrics
 from shoal.cluster.supervisor_metrics import supervisor_metrics
@@ -66,8 +66,9 @@ def of_each_role() -> dict[str, list[Metric]]:
 
 def by_vllms_names() -> list[Metric]:
     """What an ingress's own `/metrics` has beside its own names."""
-    loads = {EngineId("engine-0"): EngineLoad(num_running=1, num_waiting=1, kv_usage=0.5)}
-    return list(VllmNames(_ingress().families(), {"model": loads}).collect())
+    drafts = DraftCounts(num_drafts=1, num_tokens=5, num_accepted=3)
+    load = EngineLoad(num_running=1, num_waiting=1, kv_usage=0.5, drafts=drafts)
+    return list(VllmNames(_ingress().families(), {"model": {EngineId("engine-0"): load}}).collect())
 
 
 def told_to_ray(*, but_by: str = "") -> frozenset[str]:

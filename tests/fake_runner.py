@@ -44,7 +44,9 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(logprob=-float(token))
 
 
-def sliding_layers(window: int, block_size: int, *, num_dropped: int = 0) -> StateLayout:
+def sliding_layers(
+    window: int, block_size: int, *, num_dropped: int = 0, num_draft_tokens: int = 0
+) -> StateLayout:
     """One layer that is stored, below those that are not."""
     return StateLayout(
         num_layers=1 + num_dropped,
@@ -53,6 +55,7 @@ def sliding_layers(window: int, block_size: int, *, num_dropped: int = 0) -> Sta
         num_kv_heads=1,
         head_dim=1,
         block_size=block_size,
+        rows_per_step=1 + num_draft_tokens,
     )
 
 
@@ -159,6 +162,9 @@ class FakeRunner:
             if step.known_tokens:
                 self._tokens[step.row] = list(step.known_tokens)
             assert step.start < step.end, "a row is computed, or there would be no logits"
+            if step.drafts:
+                behind = step.end - len(step.drafts)
+                self._tokens.setdefault(step.row, [])[behind : step.end] = step.drafts
             known = self._tokens.get(step.row, [])
             known = known + [0] * (step.end - len(known))  # if the step that would have drawn them failed
             tokens = self._compute(step, known[: step.end])
@@ -167,12 +173,14 @@ class FakeRunner:
                 assert row not in written, f"two sequences write {row}"
                 written.add(row)
                 self._rows[row[0]][row[1]] = tokens[position - step.start]
-        drawn = {step.sequence_id: self._draw(step) for step in plan.sequences if step.draw is not None}
+        drawn = dict[SequenceId, tuple[Drawn, ...]]()
         for step in plan.sequences:
-            drawn |= {fork.sequence_id: self._fork(step, fork) for fork in step.forks}
+            if step.draw is not None:
+                drawn[step.sequence_id] = step.accepted(self._draw(step, step.draw))
+            drawn |= {fork.sequence_id: (self._fork(step, fork),) for fork in step.forks}
         return StepResult(
             step_id=plan.step_id,
-            drawn={sequence_id: (one,) for sequence_id, one in drawn.items()},
+            drawn=drawn,
             prompt_logprobs={
                 step.sequence_id: tuple(
                     logprob(token) for token in self._tokens.get(step.row, [])[step.start + 1 : step.end + 1]
@@ -213,15 +221,18 @@ class FakeRunner:
         assert self._rings is not None
         return self._rings.segments[piece.segment]
 
-    def _draw(self, step: SequenceStep) -> Drawn:
-        assert step.draw is not None
-        token = self._next_token(step, step.draw)
-        self._tokens.setdefault(step.row, [])[step.end :] = [token]
-        return Drawn(token_id=token, logprob=None if step.draw.logprobs is None else logprob(token))
+    def _draw(self, step: SequenceStep, draw: Draw) -> list[Drawn]:
+        first = step.end - len(step.drafts)
+        tokens = [self._next_token(step, draw, position) for position in range(first, step.end + 1)]
+        self._tokens.setdefault(step.row, [])[first:] = tokens
+        return [
+            Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
+            for token in tokens
+        ]
 
     def _fork(self, step: SequenceStep, fork: Fork) -> Drawn:
         """Its first token is drawn from the rows of the step, and later ones from its copies."""
-        token = self._next_token(step, fork.draw)
+        token = self._next_token(step, fork.draw, step.end)
         self._tokens[fork.row] = [*self._tokens[step.row][: step.end], token]
         for source, to in fork.blocks:
             self._rows[to] = list(self._rows[source])
@@ -230,8 +241,8 @@ class FakeRunner:
             self._rings.copy(*fork.slot)
         return Drawn(token_id=token, logprob=None if fork.draw.logprobs is None else logprob(token))
 
-    def _next_token(self, step: SequenceStep, draw: Draw) -> int:
-        rows = [self._row(step, position) for position in range(step.end)]
+    def _next_token(self, step: SequenceStep, draw: Draw, position: int) -> int:
+        rows = [self._row(step, before) for before in range(position)]
         return next_token(rows, draw.sampling.seed)
 
     def _row(self, step: SequenceStep, position: int) -> int:

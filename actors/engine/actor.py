@@ -216,6 +216,7 @@ class EngineActor:
             stalled=stalled,
             uncomputed_tokens=self._uncomputed_tokens,
             tokens_per_s=self._built.runner.tokens_per_s,
+            drafts=self._built.scheduler.draft_counts(),
         )
 
     async def load(self, ingress_id: IngressId) -> EngineLoad:
@@ -225,6 +226,7 @@ class EngineActor:
             num_running=load.num_running,
             num_waiting=load.num_waiting + load.num_fetching,
             kv_usage=usage.share_of_blocks,
+            drafts=self._built.scheduler.draft_counts(ingress_id),
         )
 
     async def snapshot(self) -> PrefixSnapshot:

@@ -14,6 +14,7 @@ import torch
 from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
+from shoal.actors.engine.drafts import PromptLookupDrafts
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import WeightsDigest, digest_content, fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
@@ -28,6 +29,7 @@ from shoal.actors.engine.models.library_decoder import LibraryDecoder, LibraryMo
 from shoal.actors.engine.models.rope import rotary_tables
 from shoal.actors.engine.models.weights import CheckpointTensors
 from shoal.actors.engine.pools import Pools
+from shoal.actors.engine.prompt_lookup import PromptLookup
 from shoal.actors.engine.rates import Rates
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.engine.scheduler import Scheduler
@@ -64,7 +66,13 @@ class LoadedModel:
     """Enough of the first layers to have one of each kind: they take turns, and need the same memory."""
 
     def layout(
-        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
     ) -> ModelLayout:
         """As the model's shape says it. Raises ValueError if it has fewer layers that could be dropped."""
         return self.config.layout(
@@ -72,6 +80,7 @@ class LoadedModel:
             dtype=dtype,
             max_model_len=max_model_len,
             num_dropped_layers=num_dropped_layers,
+            num_draft_tokens=num_draft_tokens,
         )
 
 
@@ -169,8 +178,10 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
         num_dropped_layers=config.num_dropped_layers,
+        num_draft_tokens=config.num_drafts,
     )
-    decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_num_seqs)
+    layout.check_drafts(config.num_drafts)
+    decoder = loaded.decoder(backend, max_rows=config.max_num_batched_tokens, max_logits=config.max_logits)
     device_memory = partial(DeviceMemory, layout, max_rows=config.max_num_batched_tokens, device=DEVICE)
     limits = config.scheduler(vocab_size=loaded.config.vocab_size)
     rows = TokenRows(
@@ -184,7 +195,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         return ModelRunner(
             *(decoder, memory, rows, backend, DEVICE),
             num_layers=num_layers,
-            max_logits=config.max_num_seqs,
+            max_logits=config.max_logits,
             vocab_size=loaded.config.vocab_size,
         )
 
@@ -203,7 +214,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
     memory = plan_memory(
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
-        step_peak_bytes=step_peak_bytes + rows.num_bytes,
+        step_peak_bytes=step_peak_bytes + rows.num_bytes + _lookup_bytes(config),
         state_bytes_per_slot=layout.slots.num_bytes,
         block_bytes=layout.blocks.num_bytes,
         block_size=config.block_size,
@@ -244,6 +255,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         rule=layout.rule,
         snapshot_every=config.state_snapshot_every if layout.snapshots else 1,
         stores=stores,
+        drafts=PromptLookupDrafts(config.num_drafts) if config.speculative else None,
     )
     stopwatch.lap("pools")
     return BuiltEngine(
@@ -262,6 +274,11 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
     )
 
 
+def _lookup_bytes(config: EngineConfig) -> int:
+    """Of what is known of the tokens of all that run, to draft what comes next."""
+    return config.max_num_seqs * PromptLookup.num_bytes(config.max_model_len) if config.speculative else 0
+
+
 def _largest_step(config: EngineConfig) -> StepPlan:
     """As many sequences and tokens as a step may have. One token less than a sequence may have, since it
     draws one."""
@@ -271,13 +288,15 @@ def _largest_step(config: EngineConfig) -> StepPlan:
 
 
 def _longest_step(config: EngineConfig) -> StepPlan:
-    """As many sequences as a step may have, each at its last row: attention's own memory grows with that."""
+    """As many sequences as a step may have, each at its last rows: attention's own memory grows with that."""
     end = config.max_model_len - 1
-    return _rehearsal(config, [(end - 1, end)] * config.max_num_seqs)
+    each, rest = divmod(config.max_logits, config.max_num_seqs)
+    return _rehearsal(config, [(end - min(end, each + (i < rest)), end) for i in range(config.max_num_seqs)])
 
 
 def _rehearsal(config: EngineConfig, rows: Iterable[tuple[int, int]]) -> StepPlan:
-    """Rows start, ..., end - 1 of each sequence, all on block 0 and slot 0, where nothing of value lies."""
+    """Rows start, ..., end - 1 of each sequence, all on block 0 and slot 0, where nothing of value lies. As
+    many of them as can be are drafts."""
     return StepPlan(
         step_id=0,
         sequences=tuple(
@@ -288,6 +307,7 @@ def _rehearsal(config: EngineConfig, rows: Iterable[tuple[int, int]]) -> StepPla
                 end=end,
                 block_table=(NO_BLOCK,) * -(-end // config.block_size),
                 draw=Draw(sampling=SamplingParams(), num_prompt_tokens=end),
+                drafts=(0,) * min(config.num_drafts, end - start - 1),
             )
             for i, (start, end) in enumerate(rows)
         ),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shoal.actors.engine.drafts import Speculative
 from shoal.actors.engine.models.decoder_config import LeanModel
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import SchedulerConfig
@@ -31,13 +32,17 @@ class EngineConfig:
     kv_write_policy: WritePolicy = "write_through"
     """A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
     prefix_cache: PrefixCacheName = "radix"
+    speculative: Speculative | None = None
+    """Where drafts of next tokens come from; None is that there are none."""
+    num_draft_tokens: int = 5
+    """Then: the most that a step verifies of a sequence."""
     require_kernels: bool = False
     """Refuse to start on the slow torch reference."""
     lean: LeanModel | None = None
     """The checkpoint's, where somebody has read its config.json already; else the engine does."""
 
     def __post_init__(self) -> None:
-        least_values = {"max_model_len": 2, "memory_bytes": 1, "threads": 1}
+        least_values = {"max_model_len": 2, "memory_bytes": 1, "threads": 1, "num_draft_tokens": 1}
         least_values |= {"num_dropped_layers": 0, "state_snapshot_every": 0}
         for name, least in least_values.items():
             if getattr(self, name) < least:
@@ -45,6 +50,21 @@ class EngineConfig:
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, got {self.block_size}")
         self.scheduler(vocab_size=1)  # validates its own
+        if self.num_drafts >= self.max_num_batched_tokens:
+            raise ValueError(
+                f"num_draft_tokens ({self.num_draft_tokens}) must be below max_num_batched_tokens "
+                f"({self.max_num_batched_tokens}), which a step computes with the token they follow"
+            )
+
+    @property
+    def num_drafts(self) -> int:
+        """The most that a step has of a sequence."""
+        return self.num_draft_tokens if self.speculative else 0
+
+    @property
+    def max_logits(self) -> int:
+        """Rows that a step draws from."""
+        return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
 
     def scheduler(self, *, vocab_size: int) -> SchedulerConfig:
         return SchedulerConfig(

@@ -14,6 +14,7 @@ from shoal.actors.engine.saver import LOSSES, Saver
 from shoal.actors.engine.scheduler import Scheduler
 from shoal.actors.engine.timed_runner import TimedRunner
 from shoal.actors.engine.transfers import PLACES, Fallback
+from shoal.actors.messages import DraftCounts
 from shoal.kvstore.families import gauges, histogram, signs_of_life, total, totals
 
 
@@ -29,7 +30,7 @@ def engine_metrics(
     yield from signs_of_life("engine", backend)
     yield from _of_requests(scheduler)
     yield from _of_memory(scheduler.pools)
-    yield from _of_steps(engine, runner)
+    yield from _of_steps(engine, runner, scheduler.draft_counts())
     yield from _of_saves(scheduler, saver)
     yield from _of_fetches(scheduler, fetcher)
 
@@ -73,7 +74,7 @@ def _of_memory(pools: Pools) -> Iterator[Metric]:
     )
 
 
-def _of_steps(engine: Engine, runner: TimedRunner) -> Iterator[Metric]:
+def _of_steps(engine: Engine, runner: TimedRunner, drafts: DraftCounts) -> Iterator[Metric]:
     yield histogram(
         "shoal_engine_step_seconds", "How long steps took; the sum is time at work.", runner.step_seconds
     )
@@ -83,6 +84,16 @@ def _of_steps(engine: Engine, runner: TimedRunner) -> Iterator[Metric]:
         runner.num_computed_tokens,
     )
     yield total("shoal_engine_drawn_tokens", "Tokens drawn.", runner.num_drawn_tokens)
+    yield total(
+        "shoal_engine_drafted_tokens",
+        "Next tokens that were guessed and verified.",
+        drafts.num_tokens,
+    )
+    yield total(
+        "shoal_engine_accepted_tokens",
+        "Those that were right and used.",
+        drafts.num_accepted,
+    )
     yield total(
         "shoal_engine_failed_steps", "Steps that raised; their requests failed.", engine.num_failed_steps
     )

@@ -123,6 +123,13 @@ class ModelLayout:
         kept = [(i, layer.blocks, layer.segments) for i, layer in others if layer != LayerLayout()]
         return "".join(f", {what}" for what in (self.rings, kept) if what)
 
+    def check_drafts(self, num_draft_tokens: int) -> None:
+        """Raises ValueError if there are to be some, and those that were wrong could not be taken back."""
+        if num_draft_tokens and not self.can_rewind:
+            raise ValueError(
+                "speculative: the model's recurrent layers cannot take rejected drafts back: leave it out"
+            )
+
 
 def _packed(*regions: Iterable[Iterable[Part]]) -> Packing:
     """Each region's parts by kind, in the order in which layers first have them."""
@@ -160,12 +167,14 @@ def model_layout(
     dtype: KVDtype,
     max_model_len: int,
     num_dropped_layers: int = 0,
+    num_draft_tokens: int = 0,
 ) -> ModelLayout:
     """Of layers that attend, all with the same heads, and of others that keep whole states or nothing.
 
     layers: how many positions a token sees in each, None is all; or what else it keeps. A window that no
     sequence outgrows bounds nothing: such a layer is paged. Rings are as long as the largest of the other
-    windows needs. Raises ValueError if more layers are to be dropped than have one.
+    windows needs, and longer by as many drafts as a step may have: the rows of those that were wrong lie
+    where no row lay that is needed. Raises ValueError if more layers are to be dropped than have a window.
     """
     kinds = [None if isinstance(kind, int) and kind >= max_model_len else kind for kind in layers]
     windows = [kind for kind in kinds if isinstance(kind, int)]
@@ -186,6 +195,7 @@ def model_layout(
             head_dim=head_dim,
             block_size=block_size,
             dtype=dtype,
+            rows_per_step=1 + num_draft_tokens,
         )
         stored = [ring_layer(rings, stored=True)] * rings.num_stored
         ringed = iter([*stored, *[ring_layer(rings, stored=False)] * rings.num_dropped])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.sampler import DrawRow, Draws, Sampler
-from shoal.actors.engine.step import Draw, Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Draw, Drawn, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import TokenLogprob
 from shoal.kernels.backend import Backend, RingRows, Rows
 
@@ -49,6 +50,9 @@ class TokenRows:
                 self._tokens_RL[step.row, : len(known)] = known
             for fork in step.forks:
                 self._tokens_RL[fork.row, : step.end] = self._tokens_RL[step.row, : step.end]
+            if step.drafts:  # nothing in flight reads behind the tokens that are known
+                drafts = np.array(step.drafts, dtype=np.int64)
+                self._tokens_RL[step.row, step.end - len(drafts) : step.end] = torch.from_numpy(drafts)
             if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
                 table = self._tables_RN[step.row]
                 table[: len(step.block_table)] = step.block_table
@@ -86,9 +90,9 @@ class PackedStep:
     rows: Rows
     token_places_T: IntArray
     """int64: where their tokens lie."""
-    drawing: tuple[SequenceId, ...]
-    last_R: Tensor
-    """int64: of the T rows, the last one of each sequence that draws; that of its parent for a fork."""
+    drawing_R: Tensor
+    """int64: of the T rows, those that tokens are drawn from: the last one of each sequence that draws, after
+    one before each of its drafts; again for each of its forks."""
     draws: Draws
     drawn_places_R: IntArray
     """int64: where the drawn tokens go."""
@@ -142,9 +146,10 @@ class ModelRunner:
         position_T = (
             np.arange(len(sequence_T), dtype=np.int32) + (end_S - after_S).astype(np.int32)[sequence_T]
         )
-        drawing = list(_drawing(sequences))
-        drawing_R = np.array([i for i, _, _ in drawing], dtype=np.int64)
-        row_R = np.array([by.row for _, by, _ in drawing], dtype=np.int64)
+        drawing = list(_drawing(sequences, after_S.tolist()))
+        row_R, position_R, drawing_R = (
+            np.array([each[column] for each in drawing], dtype=np.int64) for column in (1, 2, 3)
+        )
         return PackedStep(
             plan=plan,
             rows=Rows(
@@ -155,16 +160,15 @@ class ModelRunner:
                 rings=None if self._memory.slots is None else self._ring_rows(sequences),
             ),
             token_places_T=self._rows.places(row_S[sequence_T], position_T),
-            drawing=tuple(by.sequence_id for _, by, _ in drawing),
-            last_R=self._on_device(after_S[drawing_R] - 1),
+            drawing_R=self._on_device(drawing_R),
             draws=self._sampler.prepare(
                 [
-                    DrawRow(draw=draw, position=sequences[i].end, tokens=self._rows.of(by.row))
-                    for i, by, draw in drawing
+                    DrawRow(draw=draw, position=position, tokens=self._rows.of(row))
+                    for draw, row, position, _ in drawing
                 ],
                 self._vocab_size,
             ),
-            drawn_places_R=self._rows.places(row_R, end_S[drawing_R]),
+            drawn_places_R=self._rows.places(row_R, position_R),
         )
 
     def _store_from(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
@@ -203,17 +207,18 @@ class ModelRunner:
         return hidden_TN
 
     def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
-        """The next token of every sequence that the plan lets draw, from its last row."""
+        """The next tokens of every sequence that the plan lets draw. What is drawn behind a draft that was
+        wrong lies in the token rows too, where a later step draws before anyone reads."""
         prompt_logprobs = self._prompts_logprobs(step.plan, hidden_TN)
         drawn: list[Drawn] = []
-        if step.drawing:
-            hidden_RN = hidden_TN.new_empty(len(step.drawing), hidden_TN.shape[1])
-            self._backend.gather(hidden_TN, step.last_R, hidden_RN)
+        if len(step.drawing_R):
+            hidden_RN = hidden_TN.new_empty(len(step.drawing_R), hidden_TN.shape[1])
+            self._backend.gather(hidden_TN, step.drawing_R, hidden_RN)
             token_R, drawn = self._sampler.draw(self._model.logits(hidden_RN), step.draws)
             self._rows.put(step.drawn_places_R, token_R)
         return StepResult(
             step_id=step.plan.step_id,
-            drawn={by: (one,) for by, one in zip(step.drawing, drawn, strict=True)},
+            drawn=_by_sequence(step.plan.sequences, drawn),
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -244,10 +249,26 @@ class ModelRunner:
         return torch.from_numpy(array).to(self._device)
 
 
-def _drawing(sequences: Sequence[SequenceStep]) -> Iterator[tuple[int, SequenceStep | Fork, Draw]]:
-    """Who draws from which sequence's last row: itself, and those that are forked from it."""
-    for i, step in enumerate(sequences):
+def _drawing(
+    sequences: Sequence[SequenceStep], after_S: Sequence[int]
+) -> Iterator[tuple[Draw, int, int, int]]:
+    """Each token that is drawn: how, for which row of the token pool, at which position, and from which of
+    the T rows. after_S: the T rows up to each sequence's last."""
+    for step, after in zip(sequences, after_S, strict=True):
         if step.draw is not None:
-            yield i, step, step.draw
+            for behind in range(len(step.drafts), -1, -1):
+                yield step.draw, step.row, step.end - behind, after - 1 - behind
         for fork in step.forks:
-            yield i, fork, fork.draw
+            yield fork.draw, fork.row, step.end, after - 1
+
+
+def _by_sequence(
+    sequences: Sequence[SequenceStep], drawn: Sequence[Drawn]
+) -> dict[SequenceId, tuple[Drawn, ...]]:
+    """drawn: in the order of `_drawing`."""
+    each, said = iter(drawn), dict[SequenceId, tuple[Drawn, ...]]()
+    for step in sequences:
+        if step.draw is not None:
+            said[step.sequence_id] = step.accepted(tuple(islice(each, len(step.drafts) + 1)))
+        said |= {fork.sequence_id: (next(each),) for fork in step.forks}
+    return said

@@ -11,6 +11,7 @@ from typing import Any
 
 from shoal.actors.engine.block_pool import Admission, BlockId
 from shoal.actors.engine.deferred_release import DeferredRelease
+from shoal.actors.engine.drafts import Drafts
 from shoal.actors.engine.fetches import Fetches
 from shoal.actors.engine.forks import Forks
 from shoal.actors.engine.load import Load
@@ -20,9 +21,10 @@ from shoal.actors.engine.refusals import Refusals
 from shoal.actors.engine.saves import Saves
 from shoal.actors.engine.sequence import Rank, Sequence
 from shoal.actors.engine.sharing import Hit, Sharing
-from shoal.actors.engine.step import Fork, SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.transfers import Fallback, Fetch, FetchId, Piece, StoreView, TransferCounts
 from shoal.actors.messages import (
+    DraftCounts,
     EngineRequest,
     ErrorKind,
     FinishReason,
@@ -101,6 +103,9 @@ class Scheduler:
     A step may be scheduled while the one before it is in flight; they are committed in order. A sequence that
     turns out to have ended is then in one step too many: that step's result for it is dropped, and what it
     owns is released when that step has finished.
+
+    Drafts need the tokens before them. A sequence that has good ones is left out of a step for that, and of
+    the step behind the one that verifies them; the others are not held up by it.
     """
 
     def __init__(
@@ -112,6 +117,7 @@ class Scheduler:
         rule: BoundaryRule | None = None,
         snapshot_every: int = 1,
         stores: StoreView | None = None,
+        drafts: Drafts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """fingerprint: what K/V depend on beside the tokens. rule: what a boundary needs beside blocks.
@@ -125,6 +131,7 @@ class Scheduler:
         self._fingerprint = fingerprint
         rule = rule or BoundaryRule()
         self._deferred = DeferredRelease(pools)
+        self._drafts = drafts
         self._saves = Saves(pools, stores)
         self._sharing = Sharing(pools, self._deferred, rule, self._saves, snapshot_every=snapshot_every)
         self._fetches = Fetches(pools, rule, self._saves, stores)
@@ -142,12 +149,19 @@ class Scheduler:
         self._next_sequence = 1
         self._next_step = 1
         self.num_preemptions = 0
+        self._draft_counts: dict[IngressId, DraftCounts] = {}
         self.queue_seconds = Histogram(QUEUE_S)
         """From arrival to the first admission."""
 
     def load(self, asked_by: IngressId | None = None) -> Load:
         """What the requests do, all or one ingress's. Any thread may ask: lists are copied in one piece."""
         return Load.of(list(self._running), list(self._waiting), asked_by)
+
+    def draft_counts(self, asked_by: IngressId | None = None) -> DraftCounts:
+        """Of all requests there have been, or of one ingress's. Any thread may ask."""
+        if asked_by is not None:
+            return self._draft_counts.get(asked_by, DraftCounts())
+        return sum(list(self._draft_counts.values()), DraftCounts())
 
     @property
     def num_sequences(self) -> int:
@@ -249,10 +263,16 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         steps: list[SequenceStep] = []
         preempted_before = self.num_preemptions
-        for sequence in self._running:  # it loses its last when one is preempted
-            if sequence.num_unplanned == 1 and self._make_room(sequence):
-                steps.append(self._take(sequence, 1))
-                budget -= 1
+        decoding = [
+            sequence
+            for sequence in self._running  # it loses its last when one is preempted
+            if sequence.num_unplanned == 1 and not self._awaits_drafts(sequence) and self._make_room(sequence)
+        ]
+        budget -= len(decoding)
+        for sequence in decoding:
+            drafts = self._draft(sequence, budget)
+            budget -= len(drafts)
+            steps.append(self._take(sequence, 1, drafts))
         begun = [sequence for sequence in self._running if sequence.num_unplanned > 1]
         may_admit = self.num_preemptions == preempted_before  # else what was just freed would be taken back
         if may_admit and self._waiting:
@@ -355,7 +375,8 @@ class Scheduler:
         for sequence in self._running:
             table, block_size = sequence.holding.block_table, self._pools.block_size
             assert sequence.num_computed <= sequence.num_planned <= len(table) * block_size
-            assert sequence.num_planned <= sequence.num_tokens
+            assert sequence.num_planned <= sequence.num_tokens + max(0, sequence.num_drafts - 1)
+            assert not sequence.num_drafts or sequence.num_drawing == 1
             shared = sequence.num_shared_blocks
             assert shared * block_size <= max(sequence.num_computed, sequence.resume.boundary * block_size)
             assert sequence.fetching is None
@@ -378,6 +399,25 @@ class Scheduler:
             if victim is sequence:
                 return False
         return True
+
+    def _awaits_drafts(self, sequence: Sequence) -> bool:
+        """Whether it is left out of this step, so that it can have drafts in the next."""
+        if self._drafts is None or not sequence.num_drawing or sequence.num_left < 2:
+            return False
+        return self._drafts.wait(sequence, num_running=len(self._running))
+
+    def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
+        """Guesses behind its last token, and blocks for them: as far as there are any, for the sake of drafts
+        nobody is preempted."""
+        if self._drafts is None or sequence.num_drawing:
+            return ()
+        most = min(budget, sequence.num_left - 1)
+        drafts = self._drafts.propose(sequence, num_running=len(self._running), most=most)
+        history, block_size = len(sequence.tokens), self._pools.block_size
+        needed = blocks_needed(history=history, drafts=len(drafts), block_size=block_size)
+        if not self._pools.resize(sequence.holding, needed):
+            drafts = drafts[: len(sequence.holding.block_table) * block_size - history]
+        return drafts
 
     def _preempt(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -448,11 +488,12 @@ class Scheduler:
             self._run(sequence, lambda forked: forks.append(self._forks.fork(parent, forked)))
         return self._forks.begin(step, forks)
 
-    def _take(self, sequence: Sequence, budget: int) -> SequenceStep:
-        """Plan the next rows of a sequence, as if they were computed and drawn already."""
+    def _take(self, sequence: Sequence, budget: int, drafts: tuple[int, ...] = ()) -> SequenceStep:
+        """Plan a sequence's next rows, drafts included, as if they were computed and drawn already."""
         start, block_size = sequence.num_planned, self._pools.block_size
         end = min(start + budget, sequence.num_tokens)
         draws = end == sequence.num_tokens
+        end += len(drafts)
         step = SequenceStep(
             sequence_id=sequence.sequence_id,
             row=sequence.holding.row,
@@ -462,6 +503,7 @@ class Scheduler:
             slot=sequence.holding.slot,
             known_tokens=tuple(sequence.tokens) if sequence.is_new_to_runner else (),
             draw=sequence.draw if draws else None,
+            drafts=drafts,
             prompt_logprobs=sequence.wanted_prompt_logprobs(start, end),
             restore=sequence.restore,
             captures=self._sharing.captures(sequence, start, end),
@@ -471,6 +513,7 @@ class Scheduler:
         sequence.is_new_to_runner, sequence.restore = False, ()
         sequence.num_planned = end
         sequence.num_drawing += draws
+        sequence.num_drafts = len(drafts)
         sequence.last_step = self._next_step
         return step
 
@@ -478,7 +521,8 @@ class Scheduler:
         self, sequence: Sequence, row: BlockId, step: SequenceStep, result: StepResult
     ) -> TokenChunk | None:
         """What a step has done for a sequence; None if there is nothing to say of it."""
-        if sequence.holding.row == row:  # else it has been preempted since, and only the token counts
+        still_runs = sequence.holding.row == row  # else it was preempted, and only what was drawn counts
+        if still_runs:
             sequence.num_computed = step.end
         prompt_logprobs = sequence.take_prompt_logprobs(
             step.start, result.prompt_logprobs.get(step.sequence_id, ())
@@ -486,21 +530,43 @@ class Scheduler:
         if sequence.sequence_id not in result.drawn:
             self._sharing.share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-        (drawn,) = result.drawn[sequence.sequence_id]
         cached_tokens = None if sequence.has_drawn else sequence.cached_tokens
-        reason = sequence.append(drawn.token_id)
+        drawn, reason = self._append(sequence, result.drawn[sequence.sequence_id])
+        if step.drafts:
+            counted = DraftCounts(num_drafts=1, num_tokens=len(step.drafts), num_accepted=len(drawn) - 1)
+            self._draft_counts[sequence.reply_to] = self.draft_counts(sequence.reply_to) + counted
+            if still_runs:
+                self._take_back(sequence, step.start + len(drawn))
         self._sharing.share(sequence)
         if reason is not None:
             self._sharing.end_turn(sequence)
             self._remove(sequence)
         return _chunk(
             sequence,
-            token_ids=(drawn.token_id,),
-            logprobs=() if drawn.logprob is None else (drawn.logprob,),
+            token_ids=tuple(each.token_id for each in drawn),
+            logprobs=tuple(each.logprob for each in drawn if each.logprob is not None),
             prompt_logprobs=prompt_logprobs,
             cached_tokens=cached_tokens,
             finish_reason=reason,
         )
+
+    @staticmethod
+    def _append(
+        sequence: Sequence, drawn: tuple[Drawn, ...]
+    ) -> tuple[tuple[Drawn, ...], FinishReason | None]:
+        """What a step has drawn, up to where the sequence ends; why it does, if it does."""
+        sequence.num_drawing -= 1
+        for num, each in enumerate(drawn, start=1):
+            if (reason := sequence.append(each.token_id)) is not None:
+                return drawn[:num], reason
+        return drawn, None
+
+    def _take_back(self, sequence: Sequence, end: int) -> None:
+        """Of a step with drafts only rows before `end` are the sequence's; nothing is planned behind it."""
+        sequence.num_planned = sequence.num_computed = end
+        sequence.num_drafts = 0
+        needed = blocks_needed(history=len(sequence.tokens), block_size=self._pools.block_size)
+        self._pools.resize(sequence.holding, min(needed, len(sequence.holding.block_table)))
 
     def _remove(self, sequence: Sequence) -> None:
         del self._sequences[sequence.sequence_id]

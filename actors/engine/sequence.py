@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.pools import Holding
+from shoal.actors.engine.prompt_lookup import PromptLookup
 from shoal.actors.engine.step import Draw, SequenceId
 from shoal.actors.engine.transfers import FetchId, Place, tokens_by_place
 from shoal.actors.messages import (
@@ -30,7 +31,9 @@ class Sequence:
     rows committed               steps in flight           no row yet
 
     A step is planned before the one before it has been committed, so num_planned runs ahead, and the last
-    `num_drawing` of num_tokens are those that steps in flight will draw: only the runner has them.
+    `num_drawing` of num_tokens are those that steps in flight will draw: only the runner has them. A step
+    with drafts will draw one, and perhaps more; nothing is planned behind it, and num_planned is ahead of
+    num_tokens until it is known how many drafts were right.
     """
 
     sequence_id: SequenceId
@@ -47,8 +50,12 @@ class Sequence:
     rank: Rank = field(init=False)
 
     num_drawing: int = 0
+    num_drafts: int = 0
+    """Of the step in flight."""
     num_planned: int = 0
     num_computed: int = 0
+    lookup: PromptLookup | None = None
+    """If its tokens are looked up for drafts."""
     last_step: int = 0
     """The last step that uses what it owns."""
     holding: Holding = field(default_factory=Holding)
@@ -125,9 +132,14 @@ class Sequence:
         return len(self.tokens) + self.num_drawing
 
     @property
+    def num_left(self) -> int:
+        """Tokens that may be drawn beside those that steps in flight will draw."""
+        return self.request.max_tokens - self.num_output - self.num_drawing
+
+    @property
     def num_unplanned(self) -> int:
         """Tokens whose rows are to be computed. The last token that may be drawn needs none."""
-        if self.num_output + self.num_drawing >= self.request.max_tokens:
+        if self.num_left <= 0:
             return 0
         return self.num_tokens - self.num_planned
 
@@ -197,13 +209,12 @@ class Sequence:
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""
         holding, self.holding = self.holding, Holding()
-        self.num_planned = self.num_computed = self.num_shared_blocks = 0
-        self.resume, self.restore, self.passing_state = Resume(), (), None
+        self.num_planned = self.num_computed = self.num_shared_blocks = self.num_drafts = 0
+        self.resume, self.restore, self.passing_state, self.lookup = Resume(), (), None, None
         return holding
 
     def append(self, token: int) -> FinishReason | None:
         """Take a drawn token; why the sequence ends with it, if it does."""
-        self.num_drawing -= 1
         self.tokens.append(token)
         if token in self.request.stop_token_ids:
             return FinishReason.STOP

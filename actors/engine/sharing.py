@@ -125,7 +125,7 @@ class Sharing:
         """(boundary, segment) for what rows start, ..., end - 1 come past; the sequence owns the segments.
 
         If there are few to be had, boundaries to which somebody is likely to come back are served first, then
-        the last ones.
+        the last ones. A boundary that only drafts had come past is come past again, with the same segment.
         """
         block_size, taken = self._pools.block_size, sequence.holding.segments
         passed = range(start // block_size, end // block_size)
@@ -134,7 +134,7 @@ class Sharing:
         wanted = {i for i in passed if self._is_lasting(sequence, i)}
         if passed[-1] >= sequence.num_prompt // block_size:
             wanted.add(passed[-1])  # where an output ends is known only when it has
-        lacking = [i for i in wanted if not self._has_segment(sequence, i)]
+        lacking = [i for i in wanted if i not in taken and not self._has_segment(sequence, i)]
         lacking.sort(key=lambda i: (i not in sequence.segments_to_keep, -i))
         for i in lacking:
             segment = self._pools.claim_segment()

@@ -1,5 +1,6 @@
 """A step is a plan, then a result: the scheduler decides with integers, the runner obeys."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -60,6 +61,10 @@ class SequenceStep:
     pool, and so does every token drawn, at position `end` of its step."""
     draw: Draw | None = None
     """Draw the token at position `end`; None inside a prompt."""
+    drafts: tuple[int, ...] = ()
+    """Guesses of the tokens at the last so many of the positions start, ..., end - 1, none of which is
+    `start`. Then a token is drawn at each of their places too: those count up to the first that differs from
+    its draft."""
     prompt_logprobs: int | None = None
     """Report the logprobs of the prompt's tokens at positions start + 1, ..., end (as far as there are)."""
     restore: tuple[BlockId, ...] = ()
@@ -73,7 +78,13 @@ class SequenceStep:
     store_from: int = 0
     """Rows of paged layers before this position lie in their blocks already, shared: they are not written."""
     forks: tuple[Fork, ...] = ()
-    """Only of a step that draws."""
+    """Only of a step that draws, and has no drafts."""
+
+    def accepted(self, drawn: Sequence["Drawn"]) -> tuple["Drawn", ...]:
+        """Of the tokens drawn at the drafts' places and at `end`, those that were drawn behind right ones."""
+        pairs = zip(self.drafts, drawn, strict=False)
+        num_right = next((i for i, (draft, d) in enumerate(pairs) if draft != d.token_id), len(self.drafts))
+        return tuple(drawn[: num_right + 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,10 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(sequence.end - sequence.start for sequence in self.sequences)
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(sequence.drafts) for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,5 +111,6 @@ class Drawn:
 class StepResult:
     step_id: int
     drawn: dict[SequenceId, tuple[Drawn, ...]]
-    """Of every sequence whose plan said `draw`, and of every fork."""
+    """Of every sequence whose plan said `draw` its next tokens, one more than drafts were right; of every
+    fork its first."""
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprob, ...]] = field(default_factory=dict)

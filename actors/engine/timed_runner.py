@@ -40,7 +40,7 @@ class TimedRunner:
         started = self._clock()
         result = run()
         seconds, num_tokens = self._clock() - started, plan.num_tokens
-        if num_tokens > len(plan.sequences):  # else every sequence only draws its next token
+        if num_tokens > len(plan.sequences) + plan.num_drafts:  # else everybody only draws what comes next
             self._measure(num_tokens, seconds)
         self.step_seconds.observe(seconds)
         self.num_computed_tokens += num_tokens

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import Metric
 
-from shoal.actors.messages import EngineId, EngineLoad
+from shoal.actors.messages import DraftCounts, EngineId, EngineLoad
 
 SAME = (
     ("shoal_prompt_tokens", "vllm:prompt_tokens"),
@@ -19,6 +19,11 @@ SAME = (
     ("shoal_e2e_request_latency_seconds", "vllm:e2e_request_latency_seconds"),
     ("shoal_request_prompt_tokens", "vllm:request_prompt_tokens"),
     ("shoal_request_generation_tokens", "vllm:request_generation_tokens"),
+)
+_DRAFTS: tuple[tuple[str, str, Callable[[DraftCounts], int]], ...] = (
+    ("num_drafts", "Runs of guessed tokens.", lambda drafts: drafts.num_drafts),
+    ("num_draft_tokens", "Tokens guessed.", lambda drafts: drafts.num_tokens),
+    ("num_accepted_tokens", "Those that were right.", lambda drafts: drafts.num_accepted),
 )
 _LABELS = {"reason": "finished_reason"}
 
@@ -54,6 +59,8 @@ class VllmNames:
             lambda load: load.kv_usage,
         )
 
+        yield from self._drafts()
+
     def _of_engines(self, name: str, description: str, value: Callable[[EngineLoad], float]) -> Metric:
         family = Metric(f"vllm:{name}", description, "gauge")
         for model_name, engines in self._loads.items():
@@ -61,6 +68,18 @@ class VllmNames:
                 labels = {"model_name": model_name, "engine": engine_id}
                 family.add_sample(family.name, labels, float(value(load)))
         return family
+
+    def _drafts(self) -> Iterator[Metric]:
+        """None where nobody drafts."""
+        for name, description, value in _DRAFTS:
+            family = Metric(f"vllm:spec_decode_{name}", description, "counter")
+            for model_name, engines in self._loads.items():
+                for engine_id, load in engines.items():
+                    labels = {"model_name": model_name, "engine": engine_id}
+                    if load.drafts.num_drafts:
+                        family.add_sample(f"{family.name}_total", labels, float(value(load.drafts)))
+            if family.samples:
+                yield family
 
     def _hits(self) -> Iterator[Metric]:
         """What was not on the device was looked for in the stores: an external cache, to vLLM."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from shoal.actors.engine.config import EngineConfig
+from shoal.actors.engine.drafts import Speculative
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.transfers import WritePolicy
 from shoal.actors.ingress.keys import hash_of
@@ -150,8 +151,18 @@ class EngineKwargs(Section):
     """The last sliding-window layers that are not stored but computed again after a hit."""
     state_snapshot_every: Annotated[int, Field(ge=0)] = _MODEL.state_snapshot_every
     """Blocks of a prompt between kept states of recurrent layers, beside its end's; 0 keeps no others."""
+    speculative: Speculative | None = _MODEL.speculative
+    """Where drafts of the next tokens come from. Not said: there are none."""
+    num_draft_tokens: PositiveInt = _MODEL.num_draft_tokens
+    """The most that a step verifies of a sequence."""
     require_kernels: bool = _MODEL.require_kernels
     """Refuse to start on the slow torch reference."""
+
+    @model_validator(mode="after")
+    def _drafts_come_from_somewhere(self) -> Self:
+        if self.speculative is None and self.num_draft_tokens != _MODEL.num_draft_tokens:
+            raise ValueError("num_draft_tokens without speculative drafts nothing: say speculative: ngram")
+        return self
 
     @model_validator(mode="after")
     def _an_engine_takes_them(self) -> Self:

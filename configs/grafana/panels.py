@@ -310,6 +310,15 @@ ENGINES = Row(
             ),
         ),
         Panel(
+            "Drafts",
+            "Tokens guessed and verified, and those that were right, a second; none without --speculative.",
+            "short",
+            (
+                Query(rate("shoal_engine_drafted_tokens_total", ENGINE, "process"), "{{process}}: drafted"),
+                Query(rate("shoal_engine_accepted_tokens_total", ENGINE, "process"), "{{process}}: accepted"),
+            ),
+        ),
+        Panel(
             "Preemptions and failed steps",
             "Sequences a second that gave way and are computed again; steps that raised.",
             "ops",
@@ -319,7 +328,7 @@ ENGINES = Row(
                     rate("shoal_engine_failed_steps_total", ENGINE, "process"), "{{process}}: failed steps"
                 ),
             ),
-            width=24,
+            width=16,
         ),
     ),
 )

@@ -19,6 +19,7 @@ from shoal.actors.ingress.gate import GateConfig
 from shoal.actors.ingress.metrics import Outcome
 from shoal.actors.ingress.text import TextCodec
 from shoal.actors.messages import (
+    DraftCounts,
     EngineId,
     EngineLoad,
     ErrorKind,
@@ -261,7 +262,12 @@ def test_each_request_for_an_answer_has_one_outcome(
 def test_vllms_names_are_there_too(door: Door) -> None:
     door.dispatcher.script = Script(token_ids=tokens_of("alpha"), num_cached_tokens=2, num_fetched_tokens=1)
     door.dispatcher.engines = {
-        EngineId("engine-0-a"): EngineLoad(num_running=3, num_waiting=1, kv_usage=0.25),
+        EngineId("engine-0-a"): EngineLoad(
+            num_running=3,
+            num_waiting=1,
+            kv_usage=0.25,
+            drafts=DraftCounts(num_drafts=4, num_tokens=20, num_accepted=15),
+        ),
         EngineId("engine-1-b"): EngineLoad(num_running=0, num_waiting=0, kv_usage=0.0),
     }
     door.post("/v1/completions", {"prompt": "the fox"})
@@ -274,6 +280,9 @@ def test_vllms_names_are_there_too(door: Door) -> None:
         f"vllm:num_requests_running{other}": 0,
         f"vllm:num_requests_waiting{one}": 1,
         f"vllm:kv_cache_usage_perc{one}": 0.25,
+        f"vllm:spec_decode_num_drafts_total{one}": 4,
+        f"vllm:spec_decode_num_draft_tokens_total{one}": 20,
+        f"vllm:spec_decode_num_accepted_tokens_total{one}": 15,
         f"vllm:prompt_tokens_total{model}": num_prompt,
         f"vllm:generation_tokens_total{model}": len(tokens_of("alpha")),
         f"vllm:prefix_cache_queries_total{model}": num_prompt,
@@ -287,6 +296,7 @@ def test_vllms_names_are_there_too(door: Door) -> None:
         "vllm:request_prompt_tokens_bucket{le=+Inf}" + model: 1,
     }
     assert {name: metrics[name] for name in expected} == expected
+    assert f"vllm:spec_decode_num_drafts_total{other}" not in metrics, "it does not draft"
 
 
 def test_a_prompt_is_counted_once_an_engine_has_computed_it(door: Door) -> None:

@@ -26,6 +26,20 @@ def test_a_models_name_is_shown_as_it_is() -> None:
     assert name in capture.get()
 
 
+def test_what_drafts_are_worth_is_shown_where_there_are_some() -> None:
+    cluster = Cluster(deployments=(a_deployment("drafts", 1), a_deployment("plain", 1)))
+    cluster.all_ready()
+    status = as_dict("test", cluster.supervisor.status())
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(shown(status))
+    assert "drafts right" not in capture.get()
+    status["models"][0]["engines"][0] |= {"draft_tokens": 1200, "accepted_draft_tokens": 900}
+    with console.capture() as capture:
+        console.print(shown(status))
+    assert "drafts right" in capture.get() and "75% of 1,200" in capture.get()
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -43,6 +43,13 @@ def serve(*arguments: str) -> str:
         (["--kv-write-policy", "sometimes"], "write_through"),
         (["--routing-policy", "magic"], "greedy_prefix"),
         (["--num-dropped-layers", "-1"], "--num-dropped-layers"),
+        (["--speculative", "magic"], "ngram"),
+        (
+            ["--speculative", "ngram", "--num-draft-tokens", "0"],
+            "--num-draft-tokens must be at least 1, got 0",
+        ),
+        (["--speculative", "ngram", "--num-draft-tokens", "512"], "below max_num_batched_tokens (512)"),
+        (["--num-draft-tokens", "4"], "without speculative drafts nothing"),
         (["--num-dropped-layers", "1"], "cannot drop 1 sliding layers"),
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),
         (["--engines", "0"], "--engines must be at least 1, got 0"),

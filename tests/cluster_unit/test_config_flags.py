@@ -76,19 +76,24 @@ def options_of(options: ServeOptions) -> dict[str, Any]:
 def test_every_option_of_the_product_can_be_said() -> None:
     """Each flag changes one option, and between them they change all that have one."""
     others = {"prefix_cache": "naive", "kv_cache_dtype": "bfloat16", "kv_write_policy": "write_back"}
+    others |= {"speculative": "ngram"}
     others |= {"routing_policy": "round_robin", "memory": "1GiB", "kv_store_memory": "0", "stop_grace": "9s"}
     texts = {"model", "revision", "served_model_name", "host", "api_key", "address", "name"}
-    texts |= {"api_keys", "admin_key", "ssl_certfile"}
+    texts |= {"api_keys", "admin_key", "ssl_certfile", "ssl_keyfile"}
     changed: set[str] = set()
     default = options_of(ServeOptions())
+    with_another = {"ssl_keyfile": ("ssl_certfile", "another"), "min_engines": ("max_engines", 90)}
+    with_another["num_draft_tokens"] = ("speculative", "ngram")
     for flag, field in FIELD_OF.items():
         overrides = {field: others.get(flag) or ("other" if flag in texts else flag in SWITCHES or 80)}
-        if flag == "ssl_keyfile":
-            overrides |= {field: "other", FIELD_OF["ssl_certfile"]: "another"}
-        if flag == "min_engines":
-            overrides |= {FIELD_OF["max_engines"]: 90}
-        options = options_of(load_config(None, overrides).options())
-        (option,) = [name for name, value in options.items() if value != default[name]]
+        beside = {}
+        if flag in with_another:
+            other, value = with_another[flag]
+            beside = {FIELD_OF[other]: value}
+        without, options = (
+            options_of(load_config(None, said).options()) for said in (beside, beside | overrides)
+        )
+        (option,) = [name for name, value in options.items() if value != without[name]]
         assert option in ("http", "autoscaling") or option not in changed
         changed.add(option)
     assert changed | {"ingress_labels", "node_labels"} == set(default)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from shoal.actors.engine.drafts import Drafts
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
@@ -64,6 +65,9 @@ class Bench:
     """The fake device computes a step as soon as it is given it."""
     fingerprint: bytes = b""
     view: StoreView | None = None
+    drafts: Drafts | None = None
+    num_draft_tokens: int = 0
+    """What rings have room for."""
     now: float = 0.0
     """Seconds, for the scheduler."""
     stores: Stores = field(default_factory=Stores)
@@ -87,7 +91,12 @@ class Bench:
         )
         state = None
         if self.window is not None:
-            state = sliding_layers(self.window, self.block_size, num_dropped=self.num_dropped)
+            state = sliding_layers(
+                self.window,
+                self.block_size,
+                num_dropped=self.num_dropped,
+                num_draft_tokens=self.num_draft_tokens,
+            )
             self.num_slots = self.num_slots or num_state_slots(self.max_num_seqs)
             reach = state.needed_rows + self.num_rewound
             rewinding = replace(
@@ -109,6 +118,7 @@ class Bench:
             rule=self.rule,
             snapshot_every=self.snapshot_every,
             stores=self.view,
+            drafts=self.drafts,
             clock=lambda: self.now,
         )
         self.runner = FakeRunner(

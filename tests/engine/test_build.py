@@ -33,7 +33,7 @@ from tests.checkpoints import tiny_deepseek_v4, tiny_llama, tiny_mistral
 MIB = 1 << 20
 
 
-def a_config(checkpoint: Path, **changes: int | bool) -> EngineConfig:
+def a_config(checkpoint: Path, **changes: int | bool | str) -> EngineConfig:
     numbers = {"max_model_len": 256, "memory_bytes": 64 * MIB, "threads": 1, "block_size": 16}
     return EngineConfig(checkpoint=str(checkpoint), **{**numbers, **changes})  # type: ignore[arg-type]
 
@@ -236,3 +236,39 @@ def test_a_rehearsal_computes_its_layers_as_the_model_does(tmp_path: Path) -> No
 def test_a_build_says_what_took_how_long(tmp_path: Path) -> None:
     built = build.build_engine(a_config(tiny_llama(tmp_path)))
     assert [phase for phase, _ in built.took_s] == ["weights", "fingerprint", "rehearsal", "pools"]
+
+
+def test_an_engine_that_drafts_has_room_for_it_and_takes_up_what_one_that_does_not_has_stored(
+    windowed: Path,
+) -> None:
+    plain = build.build_engine(a_config(windowed, max_num_seqs=4))
+    drafting = build.build_engine(a_config(windowed, max_num_seqs=4, speculative="ngram", num_draft_tokens=3))
+    row = 2 * 2 * 16 * 4
+    assert drafting.memory.state_bytes - plain.memory.state_bytes == 2 * 5 * 2 * 3 * row, "rings are longer"
+    assert drafting.memory.segment_bytes == plain.memory.segment_bytes
+    assert drafting.fingerprint == plain.fingerprint
+
+    request = EngineRequest(
+        request_id=RequestId("r"),
+        attempt=1,
+        prompt_token_ids=(3, 4, 5) * 6,
+        max_tokens=60,
+        stop_token_ids=frozenset(),
+        sampling=SamplingParams(temperature=0.7, seed=1, logit_bias=((7, 8.0),)),
+    )
+    answers: list[list[int]] = []
+    for built in (plain, drafting):
+        built.engine.submit(request, IngressId("i"))
+        answers.append([])
+        while built.engine.has_work:
+            answers[-1] += [token for reply in built.engine.step() for token in reply.chunk.token_ids]
+    assert answers[0] == answers[1]
+    assert drafting.scheduler.draft_counts().num_accepted > 10, "it often says 7"
+    assert plain.scheduler.draft_counts().num_drafts == 0
+
+
+def test_a_model_that_cannot_take_drafts_back_has_none(windowed: Path) -> None:
+    layout = replace(build.build_engine(a_config(windowed)).layout, can_rewind=False)
+    layout.check_drafts(0)
+    with pytest.raises(ValueError, match="speculative: the model"):
+        layout.check_drafts(1)

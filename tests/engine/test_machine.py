@@ -22,6 +22,7 @@ from shoal.actors.engine.transfers import Fallback, StoreView
 from shoal.actors.messages import EngineRequest, FinishReason, RequestId, SamplingParams
 from shoal.kvstore.block_hash import BlockKey
 from tests.engine.bench import Bench, a_request, benches
+from tests.fake_drafts import FakeDrafts
 from tests.fake_runner import generate, logprob
 from tests.fake_store import view
 
@@ -203,9 +204,19 @@ class EngineMachine(RuleBasedStateMachine):
         num_dropped=st.sampled_from([0, 0, 1, 2]),
         num_rewound=st.sampled_from([0, 2]),
         num_segments=st.sampled_from([2, 5, 11]),
+        num_draft_tokens=st.sampled_from([0, 1, 4]),
+        right=st.sampled_from([0.3, 0.8, 1.0]),
     )
     def begin(
-        self, *, eager: bool, window: int | None, num_dropped: int, num_rewound: int, num_segments: int
+        self,
+        *,
+        eager: bool,
+        window: int | None,
+        num_dropped: int,
+        num_rewound: int,
+        num_segments: int,
+        num_draft_tokens: int,
+        right: float,
     ) -> None:
         self.bench = Bench(
             num_blocks=11,
@@ -219,6 +230,8 @@ class EngineMachine(RuleBasedStateMachine):
             num_segments=num_segments,
             eager=eager,
             view=self.view,
+            drafts=FakeDrafts(num_draft_tokens, right=right, waits=0.6) if num_draft_tokens else None,
+            num_draft_tokens=num_draft_tokens,
         )
         self.watched = Watched(self.bench)
         self.fill_stores()
@@ -319,6 +332,8 @@ def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like()
         max_num_batched_tokens=32,
         window=4,
         view=view("write_through"),
+        drafts=FakeDrafts(3, right=0.7, waits=0.5),
+        num_draft_tokens=3,
     )
     watched = Watched(bench)
     while len(watched.requests) < 2000 or bench.engine.has_work:

@@ -20,7 +20,7 @@ class Machine:
 
         def run() -> StepResult:
             self.now += self.takes_s
-            drawn = (Drawn(token_id=1),)
+            drawn: tuple[Drawn, ...] = (Drawn(token_id=1),)
             return StepResult(step_id=plan.step_id, drawn={plan.sequences[0].sequence_id: drawn})
 
         return run

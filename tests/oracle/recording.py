@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.device_memory import DeviceMemory
+from shoal.actors.engine.drafts import Drafts
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.models.decoder import Decoder
@@ -19,8 +20,15 @@ from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.runner import ModelRunner, PackedStep, TokenRows
 from shoal.actors.engine.scheduler import Scheduler, SchedulerConfig
-from shoal.actors.engine.step import SequenceId, StepPlan, StepResult
-from shoal.actors.messages import EngineRequest, IngressId, RequestId, SamplingParams, TokenLogprob
+from shoal.actors.engine.step import SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.messages import (
+    DraftCounts,
+    EngineRequest,
+    IngressId,
+    RequestId,
+    SamplingParams,
+    TokenLogprob,
+)
 from shoal.kernels.backend import Backend
 from shoal.kvstore.layout import KVDtype
 from tests.fake_store import Carrier, Stores, view
@@ -36,7 +44,8 @@ Look = Callable[[SequenceId, int, Tensor], None]
 class LookingRunner:
     """Runs a plan on a ModelRunner, and shows the logits of every position, not only the drawn ones.
 
-    But for those that are computed only for the sake of layers that are not stored: they are not the model's.
+    But for those that are computed only for the sake of layers that are not stored, and for those of wrong
+    drafts: they are not the model's.
     """
 
     def __init__(
@@ -53,14 +62,26 @@ class LookingRunner:
     @torch.inference_mode()
     def _run(self, plan: StepPlan, step: PackedStep) -> StepResult:
         hidden = self._runner.hidden_states(step)
+        result = self._runner.draw(step, hidden)
         rows = [(s, position) for s in plan.sequences for position in range(s.start, s.end)]
-        watched = [i for i, (s, p) in enumerate(rows) if s.sequence_id in self._watched and p >= s.store_from]
+        watched = [
+            i
+            for i, (s, p) in enumerate(rows)
+            if s.sequence_id in self._watched and s.store_from <= p < _right_before(s, result)
+        ]
         for first in range(0, len(watched), MAX_LOGITS):
             some = watched[first : first + MAX_LOGITS]
             for row, logits in zip(some, self._decoder.logits(hidden[some]), strict=True):
                 of, position = rows[row]
                 self._look(of.sequence_id, position, logits)
-        return self._runner.draw(step, hidden)
+        return result
+
+
+def _right_before(step: SequenceStep, result: StepResult) -> int:
+    """From this position on its rows are of drafts that were wrong."""
+    if step.draw is None:
+        return step.end
+    return step.end - len(step.drafts) + len(result.drawn[step.sequence_id]) - 1
 
 
 @dataclass
@@ -70,8 +91,10 @@ class Recording:
     digests: dict[SequenceId, dict[int, bytes]] = field(default_factory=lambda: defaultdict(dict))
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, list[TokenLogprob]] = field(default_factory=lambda: defaultdict(list))
+    """Of the prompt, then of the output, where they are asked for."""
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
         bits = digest(logits)
@@ -98,6 +121,8 @@ class Setup:
     max_model_len: int = 2048
     num_dropped_layers: int = 0
     snapshot_every: int = 1
+    drafts: Drafts | None = None
+    num_draft_tokens: int = 0
 
 
 class Served:
@@ -127,6 +152,7 @@ class Served:
             dtype=setup.kv_cache_dtype,
             max_model_len=setup.max_model_len,
             num_dropped_layers=setup.num_dropped_layers,
+            num_draft_tokens=setup.num_draft_tokens,
         )
         num_slots = num_state_slots(setup.max_num_seqs) if layout.slots.num_bytes else 0
         memory = DeviceMemory(
@@ -169,6 +195,7 @@ class Served:
             rule=layout.rule,
             snapshot_every=setup.snapshot_every,
             stores=store_view if stores else None,
+            drafts=setup.drafts,
         )
         self._carrier = Carrier(self._scheduler, memory, stores or Stores())
         self._num_submitted = 0
@@ -212,10 +239,11 @@ class Served:
             chunk = reply.chunk
             assert chunk.error is None, chunk.error
             self.recording.tokens[chunk.request_id] += chunk.token_ids
-            self.recording.logprobs[chunk.request_id] += (*chunk.prompt_logprobs, *chunk.logprobs)
+            self.recording.logprobs[chunk.request_id] += [*chunk.prompt_logprobs, *chunk.logprobs]
             if chunk.cached_tokens is not None:
                 self.recording.num_cached_tokens[chunk.request_id] = chunk.cached_tokens.total
         self.recording.num_preemptions = self._scheduler.num_preemptions
+        self.recording.drafts = self._scheduler.draft_counts()
 
 
 def serve(

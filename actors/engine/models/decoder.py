@@ -16,7 +16,13 @@ class ModelShape(Protocol):
     def vocab_size(self) -> int: ...
 
     def layout(
-        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
     ) -> ModelLayout:
         """What the layers keep of a sequence. dtype: of keys and values.
 

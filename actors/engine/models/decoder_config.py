@@ -59,7 +59,13 @@ class DecoderConfig:
     embedding_scale: float = 1.0
 
     def layout(
-        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
     ) -> ModelLayout:
         return model_layout(
             self.windows,
@@ -69,6 +75,7 @@ class DecoderConfig:
             dtype=dtype,
             max_model_len=max_model_len,
             num_dropped_layers=num_dropped_layers,
+            num_draft_tokens=num_draft_tokens,
         )
 
 

@@ -175,12 +175,23 @@ class LibraryModel:
     num_bytes: int
 
     def layout(
-        self, *, block_size: int, dtype: KVDtype, max_model_len: int, num_dropped_layers: int = 0
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
     ) -> ModelLayout:
         """Attention is all paged: which layers have a window is known to it alone, when it is called. But for
         that of DeepSeek V4."""
         if self.v4 is not None:
-            return self.v4.layout(block_size=block_size, dtype=dtype, num_dropped_layers=num_dropped_layers)
+            return self.v4.layout(
+                block_size=block_size,
+                dtype=dtype,
+                num_dropped_layers=num_dropped_layers,
+                num_draft_tokens=num_draft_tokens,
+            )
         return model_layout(
             self.kept,
             num_kv_heads=self.num_kv_heads,
@@ -189,6 +200,7 @@ class LibraryModel:
             dtype=dtype,
             max_model_len=max_model_len,
             num_dropped_layers=num_dropped_layers,
+            num_draft_tokens=num_draft_tokens,
         )
 
     @classmethod
