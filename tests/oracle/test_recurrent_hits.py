@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.actors.engine.step import SequenceId
-from shoal.actors.messages import EngineRequest, PrefixSource, RequestId
+from shoal.actors.messages import EngineRequest, PrefixSource, RequestId, SamplingParams
 from shoal.kvstore.block_hash import extend_keys, root_key, segment_key
 from tests.fake_store import OTHER, OWN, Stores
 from tests.oracle.cuts import RECURRENT, SUBJECTS, Logits, Subject
@@ -72,6 +72,35 @@ def test_18_a_hit_does_not_read_what_another_sequence_left_in_its_slot(subject: 
         assert asked.cached(name) == 4 * subject.block_size - subject.num_recomputed
         assert asked.tokens(name) == asked.tokens("cold")
         assert asked.agree(sequence, cold)
+
+
+@pytest.mark.parametrize("is_preempted", [False, True])
+def test_each_choice_of_a_prompt_is_what_it_is_alone(subject: Subject, is_preempted: bool) -> None:
+    """They are sampled, so they part, and from there on a state that two of them had would be wrong."""
+    choices = [
+        replace(
+            greedy(f"choice {seed}", prompt_of(subject), NUM_OUTPUT),
+            sampling=SamplingParams(temperature=1.0, seed=seed),
+            group=RequestId("all"),
+        )
+        for seed in range(4)
+    ]
+    together = Asked(subject)
+    sequences = [together.submit(choice) for choice in choices]
+    for _ in range(NUM_OUTPUT // 2 if is_preempted else 0):
+        together.served.step()
+    if is_preempted:
+        together.served.preempt(sequences[0])
+        together.served.preempt(sequences[2])
+    together.served.serve()
+    assert together.served.num_forked == len(choices) - 1
+    assert len({tuple(together.tokens(choice.request_id)) for choice in choices}) == len(choices)
+    for choice, sequence in zip(choices, sequences, strict=True):
+        alone = Asked(subject)
+        by_itself = alone.ask(choice)
+        assert together.tokens(choice.request_id) == alone.tokens(choice.request_id)
+        expected, ours = alone.logits.of[by_itself], together.logits.of[sequence]
+        assert ours and all(alone.logits.agree(expected.get(p), x) for p, x in ours.items())
 
 
 def test_the_next_turn_begins_with_the_state_where_the_last_one_ended(subject: Subject) -> None:
