@@ -13,6 +13,7 @@ from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, RequestId, SamplingParams
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import tiny_gemma3, tiny_gpt_oss
+from tests.fake_drafts import FakeDrafts
 from tests.oracle.recording import Recording, Served, Setup, greedy, serve
 
 BACKEND = CpuBackend(2)
@@ -118,6 +119,23 @@ def test_choices_that_are_preempted(subject: Subject, alone: Sequence[Recording]
         served.preempt(SequenceId(number))
     served.serve()
     assert served.recording.num_preemptions == 2
+    assert_same(served, alone)
+
+
+@pytest.mark.parametrize("right", [0.3, 0.9])
+def test_choices_with_drafts(subject: Subject, alone: Sequence[Recording], right: float) -> None:
+    """Each has its own, from its first token on, which is drawn behind the same row as the others'."""
+
+    def going_on(history: list[int], num_tokens: int) -> list[int]:
+        said = [(*PROMPT, *recording.tokens[str(i)]) for i, recording in enumerate(alone)]
+        (whole, *_) = [tokens for tokens in said if list(tokens[: len(history)]) == history]
+        return list(whole[len(history) : len(history) + num_tokens])
+
+    drafts = FakeDrafts(5, right=right, going_on=going_on)
+    served = subject.together(replace(SETUP, drafts=drafts, num_draft_tokens=5))
+    served.serve(choices())
+    assert served.num_forked == NUM_CHOICES - 1
+    assert served.recording.drafts.num_accepted > 0
     assert_same(served, alone)
 
 
