@@ -50,6 +50,7 @@ class Pages:
     max_model_len: int = 512
     """Of the model."""
     num_dropped_layers: int = 0
+    num_draft_tokens: int = 0
     _decoder: Decoder = field(init=False)
     _memory: DeviceMemory = field(init=False)
     _table_SN: Tensor = field(init=False)
@@ -67,6 +68,7 @@ class Pages:
             dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,
             num_dropped_layers=self.num_dropped_layers,
+            num_draft_tokens=self.num_draft_tokens,
         )
         self._memory = DeviceMemory(
             layout,
