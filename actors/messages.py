@@ -142,6 +142,14 @@ class EngineRequest:
     the answer goes on behind it, drawn as if there had been one attempt. None of it is said again,"""
     num_prompt_logprobs: int = 0
     """nor are so many of the prompt's logprobs."""
+    group: RequestId | None = None
+    """The choices of one prompt have the same. They differ only in how they are drawn, and an engine that has
+    several of them computes the prompt once."""
+
+    @property
+    def prompt_id(self) -> RequestId:
+        """The same of all choices of one prompt."""
+        return self.group or self.request_id
 
     @property
     def has_begun(self) -> bool:

@@ -3,15 +3,16 @@
 So does wrong state: below the paged layer lie sliding ones, whose rings and segments hold rows too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shoal.actors.engine.block_pool import NO_BLOCK
-from shoal.actors.engine.step import Draw, Drawn, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
+from shoal.actors.engine.step import Draw, Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.transfers import Piece
 from shoal.actors.messages import TokenLogprob
 from shoal.kvstore.layout import StateLayout
@@ -22,25 +23,29 @@ WRONG = -2
 """A row that was computed from wrong ones."""
 
 
-def next_token(tokens: Sequence[int]) -> int:
+def next_token(tokens: Sequence[int], seed: int = 0) -> int:
     """What follows a history: a function of every token in it, in order."""
-    value = 7
+    value = 7 + seed
     for token in tokens:
         value = (value * 31 + token) % VOCABULARY
     return value
 
 
-def generate(prompt: Sequence[int], num_tokens: int) -> list[int]:
+def generate(prompt: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
     """What a request must get, whatever ran beside it."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, seed))
     return tokens[len(prompt) :]
 
 
 def logprob(token: int) -> TokenLogprob:
     """What the fake says of a token, drawn or of a prompt."""
     return TokenLogprob(logprob=-float(token))
+
+
+def _drawn(token: int, draw: Draw) -> Drawn:
+    return Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
 
 
 def sliding_layers(
@@ -76,6 +81,9 @@ class Rings:
         """A new sequence has it: whatever it does not restore or write is no longer there."""
         for ring in self._rings[slot]:
             ring[:] = [UNWRITTEN] * len(ring)
+
+    def copy(self, source: int, to: int) -> None:
+        self._rings[to] = [list(ring) for ring in self._rings[source]]
 
     def restore(self, step: SequenceStep) -> None:
         """The state at step.start, into the stored layer's ring."""
@@ -169,13 +177,14 @@ class FakeRunner:
                 assert row not in written, f"two sequences write {row}"
                 written.add(row)
                 self._rows[row[0]][row[1]] = tokens[position - step.start]
+        drawn: dict[SequenceId, tuple[Drawn, ...]] = {}
+        for step in plan.sequences:
+            if step.draw is not None:
+                drawn[step.sequence_id] = self._draw(step, step.draw)
+            drawn |= {fork.sequence_id: (self._fork(step, fork),) for fork in step.forks}
         return StepResult(
             step_id=plan.step_id,
-            drawn={
-                step.sequence_id: step.accepted(self._draw(step, step.draw))
-                for step in plan.sequences
-                if step.draw is not None
-            },
+            drawn=drawn,
             prompt_logprobs={
                 step.sequence_id: tuple(
                     logprob(token) for token in self._tokens.get(step.row, [])[step.start + 1 : step.end + 1]
@@ -216,15 +225,26 @@ class FakeRunner:
         assert self._rings is not None
         return self._rings.segments[piece.segment]
 
-    def _draw(self, step: SequenceStep, draw: Draw) -> list[Drawn]:
-        first = step.end - len(step.drafts)
-        rows = [self._row(step, position) for position in range(step.end)]
-        tokens = [next_token(rows[:position]) for position in range(first, step.end + 1)]
-        self._tokens.setdefault(step.row, [])[first:] = tokens
-        return [
-            Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
-            for token in tokens
-        ]
+    def _draw(self, step: SequenceStep, draw: Draw) -> tuple[Drawn, ...]:
+        positions = step.drawn_positions
+        tokens = [self._next_token(step, draw, position) for position in positions]
+        self._tokens.setdefault(step.row, [])[positions[0] :] = tokens
+        return step.accepted([_drawn(token, draw) for token in tokens])
+
+    def _fork(self, step: SequenceStep, fork: Fork) -> Drawn:
+        """Its first token is drawn from the rows of the step, and later ones from its copies."""
+        token = self._next_token(step, fork.draw, step.end)
+        self._tokens[fork.row] = [*self._tokens[step.row][: step.end], token]
+        for source, to in fork.blocks:
+            self._rows[to] = list(self._rows[source])
+        assert fork.slot is not None or self._rings is None
+        if fork.slot is not None and self._rings is not None:
+            self._rings.copy(*fork.slot)
+        return _drawn(token, fork.draw)
+
+    def _next_token(self, step: SequenceStep, draw: Draw, position: int) -> int:
+        rows = [self._row(step, before) for before in range(position)]
+        return next_token(rows, draw.sampling.seed)
 
     def _row(self, step: SequenceStep, position: int) -> int:
         block, offset = self._locate(step, position)
@@ -266,18 +286,51 @@ class FakeDevice(Executor):
         self._unfinished = [unfinished for unfinished in self._unfinished if unfinished[1] is not step]
 
     def _check(self, plan: StepPlan, earlier: StepPlan) -> None:
+        for now in self._uses(plan):
+            for before in self._uses(earlier):
+                assert not now.captured & before.segments, f"step {plan.step_id} overwrites segments in use"
+                if now.sequence_id == before.sequence_id:
+                    continue
+                overlap = now.written & before.blocks
+                assert not overlap, f"step {plan.step_id} writes {overlap}, which {earlier.step_id} uses"
+                assert now.row != before.row, f"step {plan.step_id} takes a row that is in use"
+                assert not now.slot or now.slot != before.slot
+
+    def _uses(self, plan: StepPlan) -> Iterator["_Use"]:
         for step in plan.sequences:
             first = max(step.start, step.store_from) // self._block_size
-            writes = set(step.block_table[first : -(-step.end // self._block_size)])
-            captures = {segment for _, segment in step.captures}
-            for other in earlier.sequences:
-                if other.sequence_id != step.sequence_id:
-                    overlap = writes & set(other.block_table)
-                    assert not overlap, f"step {plan.step_id} writes {overlap}, which {earlier.step_id} uses"
-                    assert step.row != other.row, f"step {plan.step_id} takes a row that is in use"
-                    assert not step.slot or step.slot != other.slot
-                used = {*other.restore, *(segment for _, segment in other.captures)}
-                assert not captures & used, f"step {plan.step_id} overwrites segments in use"
+            captured = {segment for _, segment in step.captures}
+            yield _Use(
+                sequence_id=step.sequence_id,
+                blocks=set(step.block_table),
+                written=set(step.block_table[first : -(-step.end // self._block_size)]),
+                row=step.row,
+                slot=step.slot,
+                segments={*step.restore, *captured},
+                captured=captured,
+            )
+            for fork in step.forks:  # what it copies from is the step's own
+                copies = {copy for _, copy in fork.blocks}
+                yield _Use(
+                    sequence_id=fork.sequence_id,
+                    blocks=copies,
+                    written=copies,
+                    row=fork.row,
+                    slot=fork.slot[1] if fork.slot else NO_BLOCK,
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Use:
+    """What a step does for one sequence."""
+
+    sequence_id: SequenceId
+    blocks: set[BlockId]
+    written: set[BlockId]
+    row: int
+    slot: BlockId
+    segments: set[BlockId] = field(default_factory=set)
+    captured: set[BlockId] = field(default_factory=set)
 
 
 class _Step(Future[StepResult]):

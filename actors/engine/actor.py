@@ -181,10 +181,12 @@ class EngineActor:
     def _answered(self, extents: Sequence[Extent], taken: bool) -> None:
         self._started.post(partial(self._link.saver.offered, extents, taken=taken))
 
-    async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
+    async def submit(self, ingress_id: IngressId, requests: Sequence[EngineRequest]) -> None:
+        """The choices of one prompt in one call, so that none is behind by a step."""
+
         def arrive(engine: Engine) -> Sequence[Reply]:
-            self._arrived.append((request.request_id, request.attempt))
-            return engine.submit(request, ingress_id)
+            self._arrived += [(request.request_id, request.attempt) for request in requests]
+            return [reply for request in requests for reply in engine.submit(request, ingress_id)]
 
         self._started.do(arrive)
 

@@ -1,6 +1,6 @@
 """The device's memory of keys and values: blocks, state slots and segments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK
 from shoal.actors.engine.model_layout import ModelLayout
+from shoal.actors.engine.step import Copy
 from shoal.actors.engine.transfers import Piece
 from shoal.kernels.backend import LayerKV, LayerRing
 from shoal.kvstore.layout import StateLayout
@@ -51,6 +52,7 @@ class DeviceMemory:
             next(rings) if has_ring else next(paged) for has_ring in layout.has_ring
         )
         self._block_bytes = _as_bytes(self.blocks)
+        self._slot_bytes = None if self.slots is None else _as_bytes(self.slots)
         self._segment_bytes = None if self.segments is None else _as_bytes(self.segments)
 
     def num_bytes(self, piece: Piece) -> int:
@@ -68,6 +70,15 @@ class DeviceMemory:
         """The opposite of `copy_out`. Nobody may read or write the pieces meanwhile."""
         for there, ours in self._beside(pieces, data):
             ours[:] = there
+
+    def copy(self, blocks: Iterable[Copy], slot: Copy | None) -> None:
+        """Whole blocks, and a slot. By who computes the steps: between two of them nobody writes a source."""
+        for source, to in blocks:
+            self._block_bytes[to] = self._block_bytes[source]
+        if slot is not None:
+            assert self._slot_bytes is not None
+            source, to = slot
+            self._slot_bytes[to] = self._slot_bytes[source]
 
     def _beside(self, pieces: Sequence[Piece], data: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(bytes of `data`, bytes of the device) of each piece."""

@@ -49,6 +49,11 @@ def _of_requests(scheduler: Scheduler) -> Iterator[Metric]:
         scheduler.queue_seconds,
     )
     yield total(
+        "shoal_engine_forked_sequences",
+        "Sequences that began with what another choice of their prompt had computed.",
+        scheduler.num_forked,
+    )
+    yield total(
         "shoal_engine_preemptions",
         "Sequences that gave way and were computed again.",
         scheduler.num_preemptions,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from shoal.actors.engine.block_pool import NO_BLOCK, Admission, BlockId, BlockPool
 from shoal.actors.engine.prefix_cache import PrefixCacheName, prefix_cache
+from shoal.actors.engine.step import Copy
 
 
 def blocks_needed(*, history: int, in_flight: int = 0, drafts: int = 0, block_size: int) -> int:
@@ -35,6 +36,17 @@ class Holding:
 
     def changed(self) -> None:
         self._frozen = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """A holding that goes on where another has come to, and what has to be copied before it can."""
+
+    holding: Holding
+    blocks: tuple[Copy, ...]
+    slot: Copy | None
+    sources: Holding
+    """An owner of what is copied: to be released when the copies have been made, and no sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +135,33 @@ class Pools:
             row=self.rows.allocate(1)[0],
             slot=self.slots.allocate(1)[0] if self.slots else NO_BLOCK,
         )
+
+    def may_fork(self, num_positions: int, *, headroom: int) -> bool:
+        """Whether there is now what a fork at this position has for itself, with `headroom` blocks left."""
+        num_copied = 1 if num_positions % self.block_size else 0
+        return num_copied + headroom <= self.num_available and all(
+            pool.num_free for pool in (self.rows, self.slots) if pool is not None
+        )
+
+    def fork(self, parent: Holding, num_positions: int) -> Branch:
+        """A holding of its own over the parent's first rows, if `may_fork`.
+
+        Complete blocks are never written again, so both own them. The tail, if it is not full, and the slot
+        will be written by either: the fork gets new ones, and copies are to be made.
+        """
+        num_complete, rest = divmod(num_positions, self.block_size)
+        shared = parent.block_table[:num_complete]
+        tail = parent.block_table[num_complete : num_complete + 1] if rest else []
+        self.prefix_cache.lock([*shared, *tail])
+        copies = self.claim_blocks(len(tail))
+        holding = Holding(block_table=[*shared, *copies], row=self.rows.allocate(1)[0])
+        sources, slot = Holding(block_table=tail), None
+        if self.slots:
+            self.slots.pin([parent.slot])
+            sources.slot, holding.slot = parent.slot, self.slots.allocate(1)[0]
+            slot = (parent.slot, holding.slot)
+        blocks = tuple(zip(tail, copies, strict=True))
+        return Branch(holding=holding, blocks=blocks, slot=slot, sources=sources)
 
     def claim_segment(self) -> BlockId | None:
         """One that is free or can be evicted, if there is any."""

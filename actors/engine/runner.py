@@ -1,6 +1,6 @@
 """Runs what a plan says on one device: packs the batch, computes, draws."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -14,7 +14,7 @@ from shoal.actors.engine.block_pool import NO_BLOCK, BlockId
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
 from shoal.actors.engine.sampler import DrawRow, Draws, Sampler
-from shoal.actors.engine.step import Drawn, SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Draw, Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.messages import TokenLogprob
 from shoal.kernels.backend import Backend, RingRows, Rows
 
@@ -51,6 +51,8 @@ class TokenRows:
             if step.drafts:  # nothing in flight reads behind the tokens that are known
                 drafts = np.array(step.drafts, dtype=np.int64)
                 self._tokens_RL[step.row, step.end - len(drafts) : step.end] = torch.from_numpy(drafts)
+            for fork in step.forks:
+                self._tokens_RL[fork.row, : step.end] = self._tokens_RL[step.row, : step.end]
             if self._tables[step.row] is not step.block_table:  # a table that changes is a new object
                 table = self._tables_RN[step.row]
                 table[: len(step.block_table)] = step.block_table
@@ -88,10 +90,11 @@ class PackedStep:
     rows: Rows
     token_places_T: IntArray
     """int64: where their tokens lie."""
-    drawing: tuple[SequenceStep, ...]
+    drawing: tuple[tuple[SequenceId, SequenceStep], ...]
+    """Who draws, and from whose rows: its own, or of a fork those of its parent."""
     drawing_R: Tensor
-    """int64: of the T rows, those that tokens are drawn from: the last one of each sequence that draws, after
-    one before each of its drafts."""
+    """int64: of the T rows, those that tokens are drawn from: of each in `drawing` the last one, after one
+    before each draft."""
     draws: Draws
     drawn_places_R: IntArray
     """int64: where the drawn tokens go."""
@@ -145,9 +148,10 @@ class ModelRunner:
         position_T = (
             np.arange(len(sequence_T), dtype=np.int32) + (end_S - after_S).astype(np.int32)[sequence_T]
         )
-        drawing_D = np.array([i for i, s in enumerate(sequences) if s.draw is not None], dtype=np.int64)
-        drawing = tuple(s for s in sequences if s.draw is not None)
-        drawing_R, of_R = _drawing_rows(after_S[drawing_D], [len(s.drafts) for s in drawing])
+        drawing = list(_drawing(sequences))
+        step_D = np.array([i for i, _, _ in drawing], dtype=np.int64)
+        row_D = np.array([by.row for _, by, _ in drawing], dtype=np.int64)
+        drawing_R, of_R = _drawing_rows(after_S[step_D], [len(sequences[i].drafts) for i, _, _ in drawing])
         return PackedStep(
             plan=plan,
             rows=Rows(
@@ -158,18 +162,17 @@ class ModelRunner:
                 rings=None if self._memory.slots is None else self._ring_rows(sequences),
             ),
             token_places_T=self._rows.places(row_S[sequence_T], position_T),
-            drawing=drawing,
+            drawing=tuple((by.sequence_id, sequences[i]) for i, by, _ in drawing),
             drawing_R=self._on_device(drawing_R),
             draws=self._sampler.prepare(
                 [
-                    DrawRow(draw=s.draw, position=position, tokens=self._rows.of(s.row))
-                    for s in drawing
-                    if s.draw is not None
-                    for position in range(s.end - len(s.drafts), s.end + 1)
+                    DrawRow(draw=draw, position=position, tokens=self._rows.of(by.row))
+                    for i, by, draw in drawing
+                    for position in sequences[i].drawn_positions
                 ],
                 self._vocab_size,
             ),
-            drawn_places_R=self._rows.places(row_S[drawing_D][of_R], position_T[drawing_R] + 1),
+            drawn_places_R=self._rows.places(row_D[of_R], position_T[drawing_R] + 1),
         )
 
     def _store_from(self, sequences: Sequence[SequenceStep]) -> Tensor | None:
@@ -197,9 +200,15 @@ class ModelRunner:
         )
 
     def hidden_states(self, step: PackedStep) -> Tensor:
-        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call."""
+        """float32 [T, hidden_size], the plan's sequences one after the other; valid until the next call.
+
+        All rows are written then, so what forks need of them is copied too.
+        """
         token_ids_T = self._rows.tokens(step.token_places_T)
-        return self._model.hidden_states(token_ids_T, step.rows, self._layers)
+        hidden_TN = self._model.hidden_states(token_ids_T, step.rows, self._layers)
+        for fork in (fork for s in step.plan.sequences for fork in s.forks):
+            self._memory.copy(fork.blocks, fork.slot)
+        return hidden_TN
 
     def draw(self, step: PackedStep, hidden_TN: Tensor) -> StepResult:
         """The next tokens of every sequence that the plan lets draw. What is drawn behind a draft that was
@@ -214,7 +223,7 @@ class ModelRunner:
         each = iter(drawn)
         return StepResult(
             step_id=step.plan.step_id,
-            drawn={s.sequence_id: s.accepted(tuple(islice(each, len(s.drafts) + 1))) for s in step.drawing},
+            drawn={by: s.accepted(list(islice(each, len(s.drafts) + 1))) for by, s in step.drawing},
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -250,3 +259,12 @@ def _drawing_rows(after_D: IntArray, num_drafts: Sequence[int]) -> tuple[IntArra
     count_D = np.array(num_drafts, dtype=np.int64) + 1
     of_R = np.repeat(np.arange(len(count_D)), count_D)
     return np.arange(len(of_R)) + (after_D - np.cumsum(count_D))[of_R], of_R
+
+
+def _drawing(sequences: Sequence[SequenceStep]) -> Iterator[tuple[int, SequenceStep | Fork, Draw]]:
+    """Who draws from which sequence's last row: itself, and those that are forked from it."""
+    for i, step in enumerate(sequences):
+        if step.draw is not None:
+            yield i, step, step.draw
+        for fork in step.forks:
+            yield i, fork, fork.draw

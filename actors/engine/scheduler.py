@@ -5,14 +5,15 @@ Plain Python over integers. It never sees a tensor, so every decision can be rep
 
 import time
 from bisect import insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.actors.engine.block_pool import Admission
+from shoal.actors.engine.block_pool import Admission, BlockId
 from shoal.actors.engine.deferred_release import DeferredRelease
 from shoal.actors.engine.drafts import Drafts
 from shoal.actors.engine.fetches import Fetches
+from shoal.actors.engine.forks import Forks
 from shoal.actors.engine.load import Load
 from shoal.actors.engine.pools import Holding, Pools, blocks_needed
 from shoal.actors.engine.prefix_cache import PrefixCache
@@ -20,7 +21,7 @@ from shoal.actors.engine.refusals import Refusals
 from shoal.actors.engine.saves import Saves
 from shoal.actors.engine.sequence import Rank, Sequence
 from shoal.actors.engine.sharing import Hit, Sharing
-from shoal.actors.engine.step import Drawn, SequenceId, SequenceStep, StepPlan, StepResult
+from shoal.actors.engine.step import Drawn, Fork, SequenceId, SequenceStep, StepPlan, StepResult
 from shoal.actors.engine.transfers import Fallback, Fetch, FetchId, Piece, StoreView, TransferCounts
 from shoal.actors.messages import (
     DraftCounts,
@@ -94,6 +95,11 @@ class Scheduler:
 
     One whose prefix is being fetched is passed over until it has come, or has failed to.
 
+    Those that wait next and have the same tokens as one that is about to draw, the choices of one prompt, are
+    forked from it: they share its complete blocks, get copies of what they will write, and draw from the same
+    row of logits. From then on they are sequences like any other. Those for which there is no room go on
+    waiting, and find the prefix cached.
+
     A step may be scheduled while the one before it is in flight; they are committed in order. A sequence that
     turns out to have ended is then in one step too many: that step's result for it is dropped, and what it
     owns is released when that step has finished.
@@ -127,6 +133,7 @@ class Scheduler:
         self._saves = Saves(pools, stores)
         self._sharing = Sharing(pools, self._deferred, rule, self._saves)
         self._fetches = Fetches(pools, rule, self._saves, stores)
+        self._forks = Forks(pools, self._deferred)
         self._refusals = Refusals(
             pools,
             max_model_len=config.max_model_len,
@@ -167,6 +174,11 @@ class Scheduler:
         return self._pools.prefix_cache
 
     @property
+    def num_forked(self) -> int:
+        """Sequences whose prompt was computed for another."""
+        return self._forks.num_forked
+
+    @property
     def num_fetches(self) -> int:
         """Those that have not ended. What a request was to have of them may have been given up."""
         return len(self._fetches)
@@ -186,15 +198,21 @@ class Scheduler:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of what came with all requests together."""
-        return sum(sequence.num_uncomputed for sequence in self._sequences.values())
+        """Of what came with all requests together; of the choices of one prompt only once."""
+        least: dict[RequestId, int] = {}
+        for sequence in self._sequences.values():
+            prompt_id, uncomputed = sequence.request.prompt_id, sequence.num_uncomputed
+            least[prompt_id] = min(uncomputed, least.get(prompt_id, uncomputed))
+        return sum(least.values())
 
     def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
-        """Queue a request, or answer at once that it cannot run."""
+        """Queue a request, or answer at once that it cannot run.
+
+        The choices of one prompt are let in together: what came before them is what counts.
+        """
+        others = [s for s in self._sequences.values() if s.request.prompt_id != request.prompt_id]
         error = self._refusals.refusal(
-            request,
-            num_requests=len(self._sequences),
-            num_queued_tokens=sum(len(sequence.tokens) for sequence in self._waiting),
+            request, num_requests=len(others), num_queued_tokens=self._num_queued_tokens(request.prompt_id)
         )
         if error is not None:
             return [Reply(to=reply_to, chunk=_error_chunk(request, error))]
@@ -210,6 +228,11 @@ class Scheduler:
         insort(self._waiting, sequence, key=_rank)
         sequence.may_fetch = not self._fetches.begin(sequence)  # what it finds here now may be gone by then
         return []
+
+    def _num_queued_tokens(self, besides: RequestId) -> int:
+        """Of the prompts of all that wait, but for one: the choices of a prompt share it."""
+        queued = {sequence.request.prompt_id: len(sequence.tokens) for sequence in self._waiting}
+        return sum(queued.values()) - queued.get(besides, 0)
 
     def abort(self, request_id: RequestId, attempt: int) -> None:
         """Forget a request and free what it owns. One that already ended is none of our business."""
@@ -250,6 +273,8 @@ class Scheduler:
             steps.append(self._take(sequence, 1, drafts))
         begun = [sequence for sequence in self._running if sequence.num_unplanned > 1]
         may_admit = self.num_preemptions == preempted_before  # else what was just freed would be taken back
+        if may_admit and self._waiting:
+            steps = [self._with_forks(step) for step in steps]
         while budget > 0:
             before = begun[0] if begun else None
             prompt = (self._admit(before) if may_admit else None) or before
@@ -257,8 +282,9 @@ class Scheduler:
                 break
             if prompt is before:
                 del begun[0]
-            steps.append(self._take(prompt, budget))
-            budget -= steps[-1].end - steps[-1].start
+            step = self._take(prompt, budget)
+            budget -= step.end - step.start
+            steps.append(self._with_forks(step) if may_admit else step)
         if not steps:
             return None
         plan = StepPlan(step_id=self._next_step, sequences=tuple(steps))
@@ -270,10 +296,17 @@ class Scheduler:
         self._deferred.step_finished(plan.step_id)
         replies: list[Reply] = []
         for step in plan.sequences:
-            sequence = self._sequences.get(step.sequence_id)
-            if sequence is not None and (chunk := self._advance(sequence, step, result)) is not None:
-                replies.append(Reply(to=sequence.reply_to, chunk=chunk))
+            for sequence, row in self._computed_in(step):
+                if (chunk := self._advance(sequence, row, step, result)) is not None:
+                    replies.append(Reply(to=sequence.reply_to, chunk=chunk))
+        self._forks.end(plan)
         return replies
+
+    def _computed_in(self, step: SequenceStep) -> Iterator[tuple[Sequence, BlockId]]:
+        """Those of them that have not ended, with the row that they had then."""
+        for sequence_id, row in self._forks.computed_in(step):
+            if (sequence := self._sequences.get(sequence_id)) is not None:
+                yield sequence, row
 
     def fail(self, plan: StepPlan, message: str) -> list[Reply]:
         """The step could not be computed: its requests end with an error, the others go on."""
@@ -281,10 +314,10 @@ class Scheduler:
         error = RequestError(kind=ErrorKind.INTERNAL, message=message)
         replies: list[Reply] = []
         for step in plan.sequences:
-            sequence = self._sequences.get(step.sequence_id)
-            if sequence is not None:
+            for sequence, _ in self._computed_in(step):
                 self._remove(sequence)
                 replies.append(Reply(to=sequence.reply_to, chunk=_error_chunk(sequence.request, error)))
+        self._forks.end(plan)
         return replies
 
     def use_store(self, own: StoreId | None) -> None:
@@ -347,6 +380,7 @@ class Scheduler:
             assert sequence.fetching is None
             cached = self._pools.prefix_cache.match(sequence.block_keys(0, shared, block_size))
             assert cached in (table[:shared], [])
+        self._forks.check(self._running)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Fit the table to the history; False if `sequence` has to wait for that, running or preempted."""
@@ -427,14 +461,30 @@ class Scheduler:
         return self._pools.admission(length, hit=hit.blocks, headroom=headroom) is Admission.OK
 
     def _start(self, sequence: Sequence, hit: Hit) -> Sequence:
+        self._run(sequence, lambda admitted: self._sharing.admit(admitted, hit, first_step=self._next_step))
+        return sequence
+
+    def _run(self, sequence: Sequence, admit: Callable[[Sequence], None]) -> None:
+        """It waits no longer, with what `admit` gives it."""
         self._waiting.remove(sequence)
         if not sequence.was_admitted:
             self.queue_seconds.observe(self._clock() - sequence.arrived)
         promised = sequence.num_promised
-        self._sharing.admit(sequence, hit, first_step=self._next_step)
+        admit(sequence)
         self._fetches.admitted(sequence, num_promised=promised)
         insort(self._running, sequence, key=_rank)
-        return sequence
+
+    def _with_forks(self, step: SequenceStep) -> SequenceStep:
+        """The step, with those that wait next and have its tokens, as far as there is room for them."""
+        parent, forks = self._sequences[step.sequence_id], list[Fork]()
+        if step.draw is None or step.end != len(parent.tokens):
+            return step  # inside its tokens, or behind one that is being drawn
+        while (headroom := len(self._running)) < self._config.max_num_seqs:
+            sequence = self._forks.next(parent, self._waiting, headroom=headroom)
+            if sequence is None:
+                break
+            self._run(sequence, lambda forked: forks.append(self._forks.fork(parent, forked)))
+        return self._forks.begin(step, forks)
 
     def _take(self, sequence: Sequence, budget: int, drafts: tuple[int, ...] = ()) -> SequenceStep:
         """Plan a sequence's next rows, drafts included, as if they were computed and drawn already."""
@@ -465,19 +515,21 @@ class Scheduler:
         sequence.last_step = self._next_step
         return step
 
-    def _advance(self, sequence: Sequence, step: SequenceStep, result: StepResult) -> TokenChunk | None:
+    def _advance(
+        self, sequence: Sequence, row: BlockId, step: SequenceStep, result: StepResult
+    ) -> TokenChunk | None:
         """What a step has done for a sequence; None if there is nothing to say of it."""
-        still_runs = sequence.holding.row == step.row  # else it was preempted, and only what was drawn counts
+        still_runs = sequence.holding.row == row  # else it was preempted, and only what was drawn counts
         if still_runs:
             sequence.num_computed = step.end
         prompt_logprobs = sequence.take_prompt_logprobs(
             step.start, result.prompt_logprobs.get(step.sequence_id, ())
         )
-        if step.draw is None:
+        if sequence.sequence_id not in result.drawn:
             self._sharing.share(sequence)
             return _chunk(sequence, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         cached_tokens = None if sequence.has_drawn else sequence.cached_tokens
-        drawn, reason = self._append(sequence, result.drawn[step.sequence_id])
+        drawn, reason = self._append(sequence, result.drawn[sequence.sequence_id])
         if step.drafts:
             counted = DraftCounts(num_drafts=1, num_tokens=len(step.drafts), num_accepted=len(drawn) - 1)
             self._draft_counts[sequence.reply_to] = self.draft_counts(sequence.reply_to) + counted

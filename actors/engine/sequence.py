@@ -65,6 +65,8 @@ class Sequence:
     may_share: bool = True
     """False if the prefix cache keeps nothing, and once it has been reset under it: what it computed must not
     be offered again."""
+    is_outdated: bool = False
+    """That has happened: nor must anybody be forked from it."""
     cached_tokens: CachedTokens | None = None
     """Of the prompt, found when the sequence was first admitted."""
     resume: Resume = field(default_factory=Resume)
@@ -86,6 +88,10 @@ class Sequence:
     """Where blocks came from that were fetched for it."""
     num_prompt_logprobs: int = field(init=False)
     """Reported so far: one for each row of the prompt, of the token after it."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """The same, as far as this attempt has reported them: for whoever is forked from it."""
+    inherited_logprobs: tuple[TokenLogprob, ...] = ()
+    """What a fork has to report that was computed before it was one."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -162,12 +168,39 @@ class Sequence:
         self.holding = holding
         self.resume = resume
         self.num_shared_blocks = resume.boundary
-        self.may_share, self.is_new_to_runner = may_share, True
+        self.may_share, self.is_new_to_runner, self.is_outdated = may_share, True, False
         self.num_planned = self.num_computed = resume.start * block_size
         self.num_promised = 0
         if not self.was_admitted:
             places = [self.fetched.get(key) for key in self.keys[1 : resume.start + 1]]
             self.cached_tokens = tokens_by_place(places, block_size)
+
+    def has_same_tokens(self, other: "Sequence") -> bool:
+        """Whether it can be forked from the other: of one prompt, and of the same answer so far, if any."""
+        return (
+            self.request.prompt_id == other.request.prompt_id
+            and self.request.cache_salt == other.request.cache_salt
+            and self.num_drawing == 0
+            and self.num_prompt_logprobs >= other.request.num_prompt_logprobs
+            and self.tokens == other.tokens
+        )
+
+    def fork(self, parent: "Sequence", holding: Holding) -> None:
+        """Go on with what the parent has as of its last step, in which both draw."""
+        self.holding = holding
+        self.keys = list(parent.keys)
+        self.resume = parent.resume
+        self.may_share, self.is_new_to_runner, self.is_outdated = parent.may_share, False, False
+        self.num_shared_blocks = parent.num_shared_blocks
+        self.num_planned, self.num_computed = parent.num_planned, parent.num_computed
+        self.num_drawing, self.last_step = 1, parent.last_step
+        self.num_promised = 0
+        self.inherited_logprobs = tuple(
+            parent.prompt_logprobs[self.num_prompt_logprobs - parent.request.num_prompt_logprobs :]
+        )
+        self.num_prompt_logprobs += len(self.inherited_logprobs)
+        if not self.was_admitted:
+            self.cached_tokens = parent.cached_tokens
 
     def give_up(self) -> Holding:
         """Lose all progress, and what it owns."""
@@ -192,8 +225,8 @@ class Sequence:
         self, start: int, computed: tuple[TokenLogprob, ...]
     ) -> tuple[TokenLogprob, ...]:
         """Of what rows start, start + 1, ... gave, the part that is the prompt's and not reported yet."""
-        if not computed:
-            return ()
-        new = computed[self.num_prompt_logprobs - start : self.num_prompt - 1 - start]
+        new = computed[self.num_prompt_logprobs - start : self.num_prompt - 1 - start] if computed else ()
         self.num_prompt_logprobs += len(new)
-        return new
+        said, self.inherited_logprobs = self.inherited_logprobs + new, ()
+        self.prompt_logprobs += said
+        return said

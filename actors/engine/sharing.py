@@ -165,7 +165,7 @@ class Sharing:
 
     def stop(self, sequence: Sequence) -> None:
         """The cache has been reset: what a running sequence has computed must not be offered again."""
-        sequence.may_share = False
+        sequence.may_share, sequence.is_outdated = False, True
         sequence.num_shared_blocks = 0
         captured, sequence.holding.segments = sequence.holding.segments, {}
         self._deferred.release(Holding(segments=captured), after_step=sequence.last_step)

@@ -23,6 +23,24 @@ class Draw:
     logprobs: int | None = None
 
 
+Copy = tuple[BlockId, BlockId]
+"""(source, copy), of blocks or of slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fork:
+    """Another sequence of the same tokens begins where a step's rows end: its first token is drawn from the
+    same row of logits, and what it will write is copied for it when the step has been computed."""
+
+    sequence_id: SequenceId
+    row: int
+    """Of the token pool; the tokens up to there are those of the step's row."""
+    draw: Draw
+    blocks: tuple[Copy, ...] = ()
+    """The last one, unless it is full: complete blocks are shared."""
+    slot: Copy | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceStep:
     """Compute the K/V rows of the tokens at positions start, start + 1, ..., end - 1.
@@ -59,6 +77,13 @@ class SequenceStep:
     """Layers that are not stored have no rows before this position: nobody may look there."""
     store_from: int = 0
     """Rows of paged layers before this position lie in their blocks already, shared: they are not written."""
+    forks: tuple[Fork, ...] = ()
+    """Only of a step that draws, and has no drafts."""
+
+    @property
+    def drawn_positions(self) -> range:
+        """Of the tokens that it draws, if it draws."""
+        return range(self.end - len(self.drafts), self.end + 1)
 
     def accepted(self, drawn: Sequence["Drawn"]) -> tuple["Drawn", ...]:
         """Of the tokens drawn at the drafts' places and at `end`, those that were drawn behind right ones."""
@@ -91,5 +116,6 @@ class Drawn:
 class StepResult:
     step_id: int
     drawn: dict[SequenceId, tuple[Drawn, ...]]
-    """Of every sequence whose plan said `draw`: its next tokens, one more than drafts were right."""
+    """Of every sequence whose plan said `draw`, and of every fork: its next tokens, one more than drafts were
+    right."""
     prompt_logprobs: dict[SequenceId, tuple[TokenLogprob, ...]] = field(default_factory=dict)

@@ -28,6 +28,10 @@ RETRY_S = 0.5
 """After so long engines that were full are asked again on behalf of an answer that has begun."""
 
 
+Sent = tuple[Link, Inbox]
+"""Where an attempt is, and where its chunks arrive."""
+
+
 class Attempts:
     """What a request is told, by whichever engine serves it.
 
@@ -49,14 +53,17 @@ class Attempts:
         placed: Callable[[PlacedBy], None],
         has_begun: Callable[[], bool],
         block_size: int,
+        siblings: "Siblings | None" = None,
     ) -> None:
-        """homes: where it can be computed to the same bits, that of its own deployment first."""
+        """homes: where it can be computed to the same bits, that of its own deployment first. siblings: with
+        whom its first attempt is sent."""
         self._request = request  # of the latest attempt
         self._block_keys = block_keys  # of its tokens
         self._homes = homes
         self._placed = placed
         self._answer_has_begun = has_begun
         self._block_size = block_size
+        self._siblings = siblings
         self._link: Link | None = None  # where that attempt lives
         self._received: list[int] = []
         self._num_scored = 0
@@ -69,21 +76,25 @@ class Attempts:
 
     async def chunks(self) -> AsyncIterator[TokenChunk]:
         failure = error_chunk(self._key, ErrorKind.NO_ENGINE, "no engine is ready")
-        while (place := await self._next_place()) is not None:
-            inbox = await self._submit(place)
+        sent = await (self._send() if self._siblings is None else self._siblings.send(self))
+        while sent is not None:
+            link, inbox = sent
             while not _is_passed_on(chunk := await self._hear(inbox)):
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
             failure = chunk
-            self._lose(place.link, chunk)
+            self._lose(link, chunk)
             if (end := self._end_of_received()) is not None:
                 yield end
                 return
+            sent = await self._send()
         yield failure
 
     def leave(self) -> None:
         """Nobody listens any more: what still lives is aborted."""
+        if self._siblings is not None:
+            self._siblings.leave(self)
         self._end(abort=True)
 
     @property
@@ -93,6 +104,10 @@ class Attempts:
     @property
     def _has_begun(self) -> bool:
         return bool(self._received or self._num_scored) or self._answer_has_begun()
+
+    async def _send(self) -> Sent | None:
+        place = await self._next_place()
+        return None if place is None else (await _submit(place, [self]))[0]
 
     async def _next_place(self) -> Place | None:
         """None when no engine can take the request, or it has cost too many."""
@@ -124,12 +139,15 @@ class Attempts:
             return False
         return _now() < self._lost_at + RESUME_DEADLINE_S
 
-    async def _submit(self, place: Place) -> Inbox:
+    def _go_to(self, place: Place) -> EngineRequest:
         self._request = replace(self._request, sources=place.sources)
         self._link = place.link
+        return self._request
+
+    def _patience_s(self, place: Place) -> float:
         tried = self._tried | {place.link.engine_id}
         is_last = all(link.engine_id in tried for home in self._homes() for link in home.links)
-        return await place.link.submit(self._request, CALL_DEADLINE_S if is_last else HUNG_AFTER_S)
+        return CALL_DEADLINE_S if is_last else HUNG_AFTER_S
 
     async def _hear(self, inbox: Inbox) -> TokenChunk:
         chunk = await inbox.get()
@@ -177,6 +195,45 @@ class Attempts:
         if self._link is not None:
             self._link.end(self._key, abort=abort)
             self._link = None
+
+
+class Siblings:
+    """One place and one call for the first attempts of the choices of one prompt: so an engine has them all
+    at once, and computes the prompt once. From then on each goes its own way.
+
+    Who has left by then is not sent, and when all have, nobody is. Who comes later is sent by itself.
+    """
+
+    def __init__(self) -> None:
+        self._together: list[Attempts] = []
+        self._sending: asyncio.Task[dict[Attempts, Sent]] | None = None
+
+    async def send(self, one: Attempts) -> Sent | None:
+        """None if no engine can take them."""
+        self._together.append(one)
+        if self._sending is None:  # begins when all who listen by now have come
+            self._sending = asyncio.create_task(self._send())
+        sent = await asyncio.shield(self._sending)
+        return await one._send() if sent and one not in sent else sent.get(one)
+
+    def leave(self, one: Attempts) -> None:
+        if one in self._together:
+            self._together.remove(one)
+        if self._sending is not None and not self._together:
+            self._sending.cancel()
+
+    async def _send(self) -> dict[Attempts, Sent]:
+        place = await self._together[0]._next_place()
+        if place is None:
+            return {}
+        together = list(self._together)
+        return dict(zip(together, await _submit(place, together), strict=True))
+
+
+async def _submit(place: Place, together: Sequence[Attempts]) -> list[Sent]:
+    patience_s = together[0]._patience_s(place)
+    inboxes = await place.link.submit([one._go_to(place) for one in together], patience_s)
+    return [(place.link, inbox) for inbox in inboxes]
 
 
 def _now() -> float:

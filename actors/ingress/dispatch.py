@@ -1,6 +1,6 @@
 """The seam between HTTP and the cluster: all that the front door asks of the actors behind it."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
 from typing import Protocol
@@ -30,24 +30,28 @@ class PlacedBy(StrEnum):
 
 
 class Dispatcher(Protocol):
-    """Places a request on an engine and brings its tokens back."""
+    """Places requests on engines and brings their tokens back."""
 
     def open(
         self,
-        request: EngineRequest,
+        requests: Sequence[EngineRequest],
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
         has_begun: Callable[[], bool],
-    ) -> AbstractAsyncContextManager[AsyncIterator[TokenChunk]]:
-        """The request's chunks, ending with the one that has a finish_reason. The attempt is only the first:
-        where an engine is lost another goes on, and the chunks as if there had been one. Each attempt's first
-        chunk with a token says how much of prompt and answer was cached for it.
+    ) -> Sequence[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
+        """The choices of one prompt, each entered by itself: those that are entered in one turn of the event
+        loop begin on one engine, which computes the prompt once.
+
+        What each gives are its chunks, ending with the one that has a finish_reason. The attempt is only the
+        first: where an engine is lost another goes on, and the chunks as if there had been one. Each
+        attempt's first chunk with a token says how much of prompt and answer was cached for it.
 
         The keys name the prompt's complete blocks, for its placement; there are none where none could be hit.
-        `placed` is called for each attempt, before its first chunk. `has_begun`: whether the answer that the
-        request is part of has; then it waits for an engine where it would be told to come again.
+        `placed` is called for each attempt, before its first chunk, and once for those that begin together.
+        `has_begun`: whether the answer that they are part of has; then one waits for an engine where it would
+        be told to come again.
         Nothing is raised for what happens behind: every failure arrives as a last chunk with an error.
-        Leaving the context before the last chunk aborts the request on its engine.
+        Leaving a context before the last chunk aborts its request on its engine.
         """
         ...
 

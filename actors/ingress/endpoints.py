@@ -22,7 +22,14 @@ from shoal.actors.ingress.edge import CLIENT_CLOSED_REQUEST
 from shoal.actors.ingress.errors import not_ready, timed_out
 from shoal.actors.ingress.events import DONE, KEEP_ALIVE
 from shoal.actors.ingress.gate import Gate
-from shoal.actors.ingress.generation import Deadline, text_deltas, total_usage, whole_choices
+from shoal.actors.ingress.generation import (
+    Deadline,
+    by_prompt,
+    shown_of,
+    text_deltas,
+    total_usage,
+    whole_choices,
+)
 from shoal.actors.ingress.intake import Intake, Intent
 from shoal.actors.ingress.invariants import invariants
 from shoal.actors.ingress.keys import Client, tenant_salt
@@ -162,13 +169,12 @@ class Endpoints:
         intent, choices = await self._off_loop(request, deadline, self._threads, taken)
         hold = client.allowance.hold(_tokens_asked_for(body, choices))
         request.state.until_answered.callback(lambda: hold.settle(_tokens_used(request, choices)))
-        include_logprobs = any(asked.request.logprobs is not None for asked in intent.choices)
         answer = shape(
             intent.answer_id,
             int(time.time()),
             model.card.name,
             include_usage=body.include_usage,
-            include_logprobs=include_logprobs,
+            include_logprobs=intent.shows_logprobs,
         )
         metrics = self._metrics.of(model.card.name)
         placed = partial(_placed, request, metrics)
@@ -176,8 +182,9 @@ class Endpoints:
         if body.stream:
             return EventStream(_events(answer, choices, deltas, include_usage=body.include_usage))
         said = await while_connected(request.receive, whole_choices(deltas, len(choices)))
-        written = partial(answer.whole, said, total_usage(choices))
-        if include_logprobs:
+        shown = [said[index] for index in shown_of(choices, intent.num_shown)]
+        written = partial(answer.whole, shown, total_usage(choices))
+        if intent.shows_logprobs:
             content = await self._off_loop(request, deadline, self._threads, written)
         else:
             content = written()
@@ -239,9 +246,9 @@ def _placed(request: Request, metrics: ModelMetrics, by: PlacedBy) -> None:
 
 def _tokens_asked_for(body: GenerationRequest, choices: Sequence[Transcript]) -> int:
     """An answer whose length nobody has named may have all that fits: it counts when it is there."""
-    asked = [choice.asked.request for choice in choices]
-    answers = sum(request.max_tokens for request in asked) if body.bounds_its_answer else 0
-    return sum(len(request.prompt_token_ids) for request in asked) + answers
+    prompts = sum(len(siblings[0].asked.request.prompt_token_ids) for siblings in by_prompt(choices))
+    answers = sum(choice.asked.request.max_tokens for choice in choices) if body.bounds_its_answer else 0
+    return prompts + answers
 
 
 def _tokens_used(request: Request, choices: Sequence[Transcript]) -> int:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
+from itertools import groupby
 
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
 from shoal.actors.ingress.errors import internal_error, timed_out
@@ -52,17 +53,16 @@ async def text_deltas(
 
     inbox: Inbox = asyncio.Queue()
     watch = _Watch(inbox, deadline)
-    listeners = [
-        asyncio.create_task(
-            _listen(
-                dispatcher.open(choice.asked.request, choice.asked.block_keys, placed, has_begun),
-                index,
-                choice,
-                ChoiceMeter(metrics, deadline.arrived),
-                inbox,
-            )
+    opened = [
+        one
+        for siblings in by_prompt(choices)
+        for one in dispatcher.open(
+            [choice.asked.request for choice in siblings], siblings[0].asked.block_keys, placed, has_begun
         )
-        for index, choice in enumerate(choices)
+    ]
+    listeners = [
+        asyncio.create_task(_listen(one, index, choice, ChoiceMeter(metrics, deadline.arrived), inbox))
+        for index, (one, choice) in enumerate(zip(opened, choices, strict=True))
     ]
     unfinished = len(listeners)
     try:
@@ -174,10 +174,31 @@ async def whole_choices(
     ]
 
 
+def by_prompt(choices: Sequence[Transcript]) -> list[list[Transcript]]:
+    """The choices of one prompt are neighbours."""
+    return [
+        list(siblings) for _, siblings in groupby(choices, key=lambda choice: choice.asked.request.prompt_id)
+    ]
+
+
+def shown_of(choices: Sequence[Transcript], num_shown: int) -> list[int]:
+    """So many of each prompt's, by index; if there are more, those that are likeliest by token, in order."""
+    shown: list[int] = []
+    first = 0
+    for siblings in by_prompt(choices):
+        indices = list(range(first, first + len(siblings)))
+        if len(siblings) > num_shown:
+            indices.sort(key=lambda index: -choices[index].mean_logprob)
+        shown += indices[:num_shown]
+        first += len(siblings)
+    return shown
+
+
 def total_usage(choices: Sequence[Transcript]) -> Usage:
-    usages = [choice.usage for choice in choices]
+    """A prompt counts once, with what was cached of it for the first of its choices."""
+    prompts = [siblings[0].usage for siblings in by_prompt(choices)]
     return Usage.of(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.completion_tokens for usage in usages),
-        sum((usage.cached_tokens_by_place for usage in usages), CachedTokens()),
+        sum(usage.prompt_tokens for usage in prompts),
+        sum(choice.usage.completion_tokens for choice in choices),
+        sum((usage.cached_tokens_by_place for usage in prompts), CachedTokens()),
     )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from shoal.actors.ingress.choices import Asked, choices_of, is_to_be_ranked, num_candidates
 from shoal.actors.ingress.errors import (
     bad_request,
     context_length_exceeded,
@@ -39,19 +40,6 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One choice of an answer: what an engine computes for it, and what is shown of that."""
-
-    request: EngineRequest
-    block_keys: tuple[BlockKey, ...] = ()
-    stop: tuple[StopString, ...] = ()
-    echo: str | None = None
-    """The prompt as text, if the answer begins with it."""
-    is_silent: bool = False
-    """Only the prompt is of interest. An engine draws at least one token, which is dropped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Shared:
     """What is the same for all the prompts of a body, and costs time to make."""
 
@@ -68,6 +56,10 @@ class Intent:
 
     answer_id: str
     choices: tuple[Asked, ...]
+    """Those of one prompt are neighbours."""
+    num_shown: int = 1
+    """Of each prompt's: the likeliest, if there are more."""
+    shows_logprobs: bool = False
 
 
 class Intake:
@@ -100,20 +92,32 @@ class Intake:
             ),
             logprobs=body.top_logprobs or 0 if body.logprobs else None,
         )
-        return Intent(answer_id=answer_id, choices=(asked,))
+        n = body.n or 1
+        return Intent(
+            answer_id=answer_id,
+            choices=choices_of(asked, n),
+            num_shown=n,
+            shows_logprobs=bool(body.logprobs),
+        )
 
     def completion(self, body: CompletionRequest, salt: str) -> Intent:
         """`salt` as for a chat."""
         if body.max_tokens == 0 and not body.echo:
             raise bad_request("max_tokens: 0 needs echo to be true.", param="max_tokens")
+        num_choices = num_candidates(body)
         answer_id = f"cmpl-{secrets.token_hex(16)}"
         is_only_one = len(body.prompt) == 1
         shared = self._shared(body, salt)
-        choices = tuple(
+        asked = (
             self._completion(body, shared, answer_id if is_only_one else f"{answer_id}-{index}", prompt)
             for index, prompt in enumerate(body.prompt)
         )
-        return Intent(answer_id=answer_id, choices=choices)
+        return Intent(
+            answer_id=answer_id,
+            choices=tuple(choice for one in asked for choice in choices_of(one, num_choices)),
+            num_shown=body.n or 1,
+            shows_logprobs=body.logprobs is not None,
+        )
 
     def tokenize(self, body: TokenizeRequest) -> TokenizeResponse:
         tokens = self._tokens(body)
@@ -176,7 +180,8 @@ class Intake:
             request_id,
             token_ids,
             max_tokens=max_tokens,
-            logprobs=body.logprobs,
+            logprobs=0 if is_to_be_ranked(body) and body.logprobs is None else body.logprobs,
+            prompt_logprobs=body.logprobs if body.echo else None,
             echo=self._echo(prompt) if body.echo else None,
             is_silent=body.max_tokens == 0,
         )
@@ -193,6 +198,7 @@ class Intake:
         *,
         max_tokens: int,
         logprobs: int | None,
+        prompt_logprobs: int | None = None,
         echo: str | None = None,
         is_silent: bool = False,
     ) -> Asked:
@@ -201,7 +207,6 @@ class Intake:
                 f"min_tokens: {body.min_tokens} is more than the {max_tokens} tokens of the longest answer.",
                 param="min_tokens",
             )
-        prompt_logprobs = logprobs if echo is not None else None
         request = EngineRequest(
             request_id=RequestId(request_id),
             attempt=1,

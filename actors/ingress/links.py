@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -71,25 +71,31 @@ class Link:
         """Requests that the engine was told of, and has not said the last of."""
         return len(self._submits)
 
-    async def submit(self, request: EngineRequest, within_s: float = CALL_DEADLINE_S) -> Inbox:
-        """Where its chunks arrive, also the one that says that it could not be submitted."""
-        key = (request.request_id, request.attempt)
-        self._inboxes[key] = inbox = Inbox()
+    async def submit(
+        self, requests: Sequence[EngineRequest], within_s: float = CALL_DEADLINE_S
+    ) -> list[Inbox]:
+        """In one call. Where their chunks arrive, also those that say that they could not be submitted."""
+        inboxes = {_key(request): Inbox() for request in requests}
+        self._inboxes |= inboxes
+        submit: Any = None
         try:
             async with asyncio.timeout(within_s):
                 await self._is_open.wait()
-                if self.lost:  # the inbox has heard of it
-                    return inbox
-                self._submits[key] = submit = self._actor.submit.remote(self._ingress_id, request)
-                await within(within_s, submit)
+                # Nobody waits for some of them any more, or the engine is lost, and all have heard of it.
+                wanted = tuple(request for request in requests if _key(request) in self._inboxes)
+                if wanted:
+                    submit = self._actor.submit.remote(self._ingress_id, wanted)
+                    self._submits |= dict.fromkeys(map(_key, wanted), submit)
+                    await within(within_s, submit)
         except (RayError, TimeoutError) as error:
             self.died |= isinstance(error, ActorDiedError)
             if isinstance(error, TimeoutError):
-                self._is_late(self._submits.get(key))
-            self.end(key, abort=True)  # it may have arrived all the same
+                self._is_late(submit)
             message = f"{self.engine_id}: {type(error).__name__}"
-            inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
-        return inbox
+            for key, inbox in inboxes.items():
+                self.end(key, abort=True)  # it may have arrived all the same
+                inbox.put_nowait(error_chunk(key, ErrorKind.ENGINE_LOST, message))
+        return list(inboxes.values())
 
     def end(self, key: Key, *, abort: bool) -> None:
         """Nobody waits for the request's tokens any more."""
@@ -201,6 +207,10 @@ class Links:
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s), self._changed:
                 await self._changed.wait()
+
+
+def _key(request: EngineRequest) -> Key:
+    return request.request_id, request.attempt
 
 
 def error_chunk(key: Key, kind: ErrorKind, message: str) -> TokenChunk:

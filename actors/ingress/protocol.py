@@ -23,14 +23,17 @@ MAX_NAMED_TOKENS = 1024
 """Of logit_bias and of stop_token_ids: they travel with each prompt of a request."""
 MAX_LOGPROBS = 20
 """Of either endpoint: OpenAI stops at 5 for completions, vLLM at 20 for both."""
-MAX_PROMPTS = 256
-"""Of one request; each of them is a request to an engine."""
+MAX_ANSWERS = 256
+"""Of one request, to all of its prompts; each of them is a request to an engine."""
+MAX_CHOICES = 128
+"""To one prompt, as OpenAI has it."""
 DEFAULT_COMPLETION_TOKENS = 16
 
 Int64 = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]
 Count = Annotated[int, Field(ge=0, le=INT64_MAX)]
 AtLeastOne = Annotated[int, Field(ge=1, le=INT64_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+NumChoices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -66,8 +69,8 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     kinds = set(map(type, value))
     if kinds == {int}:
         return (tuple(value),)
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError("prompt", f"At most {MAX_PROMPTS} prompts may be sent at once")
+    if len(value) > MAX_ANSWERS:
+        raise PydanticCustomError("prompt", f"At most {MAX_ANSWERS} prompts may be sent at once")
     if kinds == {str}:
         return tuple(value)
     if kinds == {list} and all(set(map(type, token_ids)) == {int} for token_ids in value):
@@ -98,6 +101,8 @@ class GenerationRequest(ModelRequest):
     top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     """0 and -1 keep every token."""
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    n: NumChoices | None = None
+    """Answers to each prompt, each with a seed of its own that the request's determines."""
     seed: Int64 | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -168,6 +173,8 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = None
     """0 only together with echo: the prompt is scored and nothing is said."""
     echo: bool | None = None
+    best_of: NumChoices | None = None
+    """Candidates of each prompt, of which the n likeliest are shown: by the mean logprob of their tokens."""
     logprobs: Annotated[NumLogprobs | None, BeforeValidator(_false_is_none)] = None
 
 

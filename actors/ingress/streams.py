@@ -2,13 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from ray.exceptions import ActorDiedError
 
-from shoal.actors.ingress.attempts import Attempts
+from shoal.actors.ingress.attempts import Attempts, Siblings
 from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.home import Home
 from shoal.actors.ingress.links import Links
@@ -122,26 +131,36 @@ class EngineStreams:
                 said[name] = answer
         return said
 
-    @asynccontextmanager
-    async def open(
+    def open(
         self,
-        request: EngineRequest,
+        requests: Sequence[EngineRequest],
         block_keys: tuple[BlockKey, ...],
         placed: Callable[[PlacedBy], None],
         has_begun: Callable[[], bool],
-    ) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
-        attempts = Attempts(
-            request,
-            block_keys,
-            homes=self._homes,
-            placed=placed,
-            has_begun=has_begun,
-            block_size=self._block_size,
-        )
-        try:
-            yield attempts.chunks()
-        finally:
-            attempts.leave()
+    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
+        siblings = Siblings() if len(requests) > 1 else None
+        return [
+            _listening(
+                Attempts(
+                    request,
+                    block_keys,
+                    homes=self._homes,
+                    placed=placed,
+                    has_begun=has_begun,
+                    block_size=self._block_size,
+                    siblings=siblings,
+                )
+            )
+            for request in requests
+        ]
+
+
+@asynccontextmanager
+async def _listening(attempts: Attempts) -> AsyncGenerator[AsyncIterator[TokenChunk]]:
+    try:
+        yield attempts.chunks()
+    finally:
+        attempts.leave()
 
 
 async def _all_succeed(resets: Mapping[EngineId, _Reset] | Mapping[str, _Reset]) -> bool:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shoal.actors.ingress.choices import Asked
 from shoal.actors.ingress.detokenizer import Detokenizer, TokenBytes
 from shoal.actors.ingress.errors import engine_error
-from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.logprobs import ScoredToken, scored
 from shoal.actors.ingress.protocol import Finish, Usage
 from shoal.actors.ingress.stop_strings import StopStrings
@@ -40,6 +40,7 @@ class Transcript:
         self._prompt = None if asked.echo is None else _EchoedPrompt(asked, asked.echo, table)
         self._num_chars = len(asked.echo or "")
         self._num_tokens = 0
+        self._logprob = 0.0
         self._cached_tokens: CachedTokens | None = None
         self.has_begun = False
         """An engine has drawn a token: its prompt is computed, or was cached."""
@@ -50,6 +51,11 @@ class Transcript:
     def usage(self) -> Usage:
         cached_tokens = self._cached_tokens or CachedTokens()
         return Usage.of(len(self.asked.request.prompt_token_ids), self._num_tokens, cached_tokens)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Of the tokens that were counted, if logprobs were asked for."""
+        return self._logprob / max(1, self._num_tokens)
 
     def feed(self, chunk: TokenChunk) -> TextDelta:
         """Raises ApiError if the engine failed."""
@@ -74,6 +80,7 @@ class Transcript:
             self._num_tokens += 1
             if self.asked.request.logprobs is not None:
                 tokens.append(scored(self._table, token_id, self._num_chars, chunk.logprobs[index]))
+                self._logprob += chunk.logprobs[index].logprob
             if index == stop_token_at:
                 break
             text = self._detokenizer.push(token_id)

@@ -67,7 +67,7 @@ class _Turns:
             stop_token_ids=frozenset(),
             sampling=SamplingParams(temperature=0.0),
         )
-        ray.get(self._engine.submit.remote(INGRESS, request), timeout=TURN_DEADLINE_S)
+        ray.get(self._engine.submit.remote(INGRESS, (request,)), timeout=TURN_DEADLINE_S)
         return request.request_id
 
 

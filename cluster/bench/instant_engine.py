@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,16 +70,19 @@ class InstantEngine:
         if self._reporting is None:
             self._reporting = asyncio.create_task(self._reporter.run())
 
-    async def submit(self, ingress_id: IngressId, request: EngineRequest) -> None:
-        chunk = TokenChunk(
-            request_id=request.request_id,
-            attempt=request.attempt,
-            token_ids=(A_TOKEN,),
-            cached_tokens=CachedTokens(),
-            finish_reason=FinishReason.LENGTH,
+    async def submit(self, ingress_id: IngressId, requests: Sequence[EngineRequest]) -> None:
+        chunks = tuple(
+            TokenChunk(
+                request_id=request.request_id,
+                attempt=request.attempt,
+                token_ids=(A_TOKEN,),
+                cached_tokens=CachedTokens(),
+                finish_reason=FinishReason.LENGTH,
+            )
+            for request in requests
         )
-        self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=(chunk,)))
-        arrived = ((request.request_id, request.attempt),)
+        self._outboxes[ingress_id].put_nowait(TokenBatch(chunks=chunks))
+        arrived = tuple((request.request_id, request.attempt) for request in requests)
         if self._account.add(Turn(num_requests=0, uncomputed_tokens=0, tokens_per_s=0.0, arrived=arrived)):
             self._reporter.has_news()
 

@@ -69,7 +69,7 @@ class RayEngine:
             sources=sources,
         )
         started = time.perf_counter()
-        self._actor.submit.remote(INGRESS, request)
+        self._actor.submit.remote(INGRESS, (request,))
         chunks = [(time.perf_counter() - started, chunk) for chunk in self._chunks(request.request_id)]
         ttft_s, first = next((at, chunk) for at, chunk in chunks if chunk.token_ids)
         return Answer(

@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
@@ -94,6 +94,8 @@ class FakeDispatcher:
         self.script = Script()
         self.scripts: Mapping[tuple[int, ...], Script] = {}
         """For certain prompts."""
+        self.next_scripts: list[Script] = []
+        """For the next that are opened, in order."""
         self.is_ready = True
         self.resets = True
         self.processes: dict[str, Outstanding | None] = {}
@@ -117,8 +119,17 @@ class FakeDispatcher:
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return self.processes
 
+    def open(
+        self,
+        requests: Sequence[EngineRequest],
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
+    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
+        return [self._open(request, block_keys, placed, has_begun) for request in requests]
+
     @asynccontextmanager
-    async def open(
+    async def _open(
         self,
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
@@ -126,11 +137,14 @@ class FakeDispatcher:
         has_begun: Callable[[], bool],
     ) -> AsyncIterator[AsyncIterator[TokenChunk]]:
         self.opened.append(request)
+        script = self.scripts.get(request.prompt_token_ids, self.script)
+        if self.next_scripts:
+            script = self.next_scripts.pop(0)
         for by in self.script.placed_by:
             placed(by)
         self.block_keys.append(block_keys)
         try:
-            yield self._speak(request, self.scripts.get(request.prompt_token_ids, self.script))
+            yield self._speak(request, script)
         finally:
             if request not in self.finished:
                 self.aborted.append(request)

@@ -1,8 +1,8 @@
 """A dispatcher over the router's index, a real engine and a store, in one process and without a model."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
 from shoal.actors.engine.account import Account, Turn
@@ -62,8 +62,17 @@ class RealEngine:
         self._members.set_engines([info])
         self._report()
 
+    def open(
+        self,
+        requests: Sequence[EngineRequest],
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
+    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
+        return [self._open(request, block_keys, placed, has_begun) for request in requests]
+
     @asynccontextmanager
-    async def open(
+    async def _open(
         self,
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],

@@ -154,7 +154,7 @@ class Alone:
 
     def turn(self, work: Work, salt: str) -> Turn:
         started, cpu_s = time.perf_counter(), cpu_seconds()
-        submits = [self._actor.submit.remote(INGRESS, request) for request in work.requests(salt)]
+        submits = [self._actor.submit.remote(INGRESS, (request,)) for request in work.requests(salt)]
         unfinished, tokens, hit_tokens = len(submits), 0, 0
         for chunk in self._stream.chunks(TURN_DEADLINE_S):
             tokens += len(chunk.token_ids)

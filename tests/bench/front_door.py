@@ -53,7 +53,7 @@ class DirectEngine:
             stop_token_ids=frozenset(),
             sampling=SamplingParams(temperature=0.0),
         )
-        await self._actor.submit.remote(READER, request)
+        await self._actor.submit.remote(READER, (request,))
 
     async def decode(self, streams: int) -> float:
         """Output tokens/s from when all streams have begun to when the first has ended."""

@@ -14,7 +14,17 @@ Body = dict[str, Any]
 SILENCE_S = 120.0
 """A stream that says nothing for so long, not even that it waits, has been forgotten."""
 
-KINDS = ("greedy", "seeded", "penalties", "stop string", "logprobs", "several", "stop tokens", "echo")
+KINDS = (
+    "greedy",
+    "seeded",
+    "penalties",
+    "stop string",
+    "logprobs",
+    "several",
+    "choices",
+    "stop tokens",
+    "echo",
+)
 VOCABULARY = 500
 
 
@@ -118,6 +128,7 @@ def _body(url: str, kind: str, seed: int, prompts: _Prompts, max_tokens: int) ->
         "penalties": seeded | {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2},
         "logprobs": seeded | {"logprobs": 2},
         "several": seeded | {"prompt": [prompts.one(), prompts.one()]},
+        "choices": seeded | {"n": 3, "logprobs": 0},
         "stop tokens": seeded
         | {"stop_token_ids": list(range(3, VOCABULARY, 8)), "min_tokens": max_tokens * 2 // 3},
         "echo": seeded | {"logprobs": 1, "echo": True},

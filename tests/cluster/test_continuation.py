@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,7 @@ from tests.cluster.continued import (
 from tests.cluster.served import Served, wait_for
 from tests.cluster.streamed import KINDS, Body, bodies, events, heard, spoken
 
-LONG = {"prompt": list(range(3, 60)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
+LONG: Body = {"prompt": list(range(3, 60)), "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +42,28 @@ def test_case_54_a_stream_goes_on_where_its_engine_died(three: Served) -> None:
     first = [next(stream), next(stream)]
     (victim,) = [name for name in three.engine_names() if three.holds_a_request(name)]
     os.kill(three.pid(victim), signal.SIGKILL)
-
-    def rest() -> Iterator[httpx.Headers | Body]:
-        yield from first
-        yield from stream
-
-    assert heard(rest()) == expected
+    assert heard(chain(first, stream)) == expected
     assert metric(three, "shoal_continuations_total") == before + 1
     wait_for(three.is_clean, "nothing is left of it")
+
+
+def test_case_54_four_choices_of_a_prompt_go_on_where_their_engine_died(three: Served) -> None:
+    """They are sampled, so each is at another place by then, and says it with its own seed."""
+    wait_for(lambda: is_whole(three), "everybody is there")
+    body = {**LONG, "n": 4, "max_tokens": 400, "temperature": 1.0, "seed": 5, "logprobs": 1}
+    expected = spoken(three.url, body)
+    assert len(set(expected.texts.values())) == 4
+    assert (expected.prompt_tokens, expected.completion_tokens) == (len(LONG["prompt"]), 4 * 400)
+    before = metric(three, "shoal_continuations_total")
+    stream = events(three.url, body)
+    first = [next(stream) for _ in range(60)]
+    spoken_of = {event["choices"][0]["index"] for event in first if not isinstance(event, httpx.Headers)}
+    assert spoken_of == {0, 1, 2, 3}
+    (victim,) = [name for name in three.engine_names() if three.holds_a_request(name)]
+    os.kill(three.pid(victim), signal.SIGKILL)
+    assert heard(chain(first, stream)) == expected
+    assert metric(three, "shoal_continuations_total") == before + 4
+    wait_for(three.is_clean, "nothing is left of them")
 
 
 def go_on_elsewhere(served: Served, first: int, before: Callable[[str], None]) -> Continuation:

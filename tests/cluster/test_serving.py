@@ -13,6 +13,7 @@ from openai import BadRequestError, NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from shoal.actors.ingress.choices import seed_of
 from tests.cluster.served import Served, wait_for
 from tests.exported_metrics import told_to_ray
 
@@ -80,6 +81,29 @@ def test_a_seed_repeats_and_another_differs(served: Served) -> None:
 
     assert drawn(1) == drawn(1)
     assert drawn(1) != drawn(2)
+
+
+def test_the_choices_of_a_prompt_are_each_what_they_are_alone_and_it_is_computed_once(served: Served) -> None:
+    def drawn(seed: int, n: int) -> list[str]:
+        answer = served.client().completions.create(
+            model=model(served), prompt=f"{PROMPT} jumps", max_tokens=30, temperature=1.5, seed=seed, n=n
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens < 40
+        return [choice.text for choice in answer.choices]
+
+    def num_forked() -> int:
+        asked = [served.actor(name).__ray_call__.remote(_num_forked) for name in served.engine_names()]
+        return sum(ray.get(asked, timeout=30))
+
+    before = num_forked()
+    together = drawn(1, n=4)
+    assert num_forked() == before + 3
+    assert together == [text for i in range(4) for text in drawn(seed_of(1, i), n=1)]
+    assert len(set(together)) == 4
+
+
+def _num_forked(actor: Any) -> int:
+    return int(actor._built.scheduler.num_forked)
 
 
 def test_many_at_once_are_answered_as_each_alone_and_spread_over_the_engines(served: Served) -> None:

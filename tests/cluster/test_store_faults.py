@@ -295,7 +295,7 @@ def test_a_request_given_up_while_its_prefix_is_fetched_leaves_nothing_behind(
     }[where]
     point = ("read",) if where == "store" else ()
     get(hold.remote(*point))
-    get(reader.actor.submit.remote(IngressId("left"), asked))
+    get(reader.actor.submit.remote(IngressId("left"), (asked,)))
     get(is_held.remote(*point))
     get(reader.actor.abort.remote(asked.request_id, asked.attempt, None))
     get(let_go.remote(*point))

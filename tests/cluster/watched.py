@@ -106,7 +106,7 @@ class WatchedEngine(EngineActor):
     async def answer(self, asked: EngineRequest) -> Answer:
         ingress_id = IngressId(asked.request_id)
         chunks: list[TokenChunk] = []
-        await self.submit(ingress_id, asked)
+        await self.submit(ingress_id, (asked,))
         async for batch in self.stream(ingress_id):
             chunks += batch.chunks
             if chunks and chunks[-1].finish_reason is not None:

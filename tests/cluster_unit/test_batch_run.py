@@ -238,7 +238,7 @@ def test_a_key_is_sent_and_a_wrong_one_is_said(source: Path, target: Path) -> No
 def test_check_says_what_is_wrong_and_asks_nobody(tmp_path: Path) -> None:
     bodies: list[dict[str, Any]] = [
         {"temperature": 5},
-        {"n": 3},
+        {"suffix": "end"},
         {},
         {"messages": [{"role": "user", "content": "hi"}]},
     ]
@@ -253,7 +253,7 @@ def test_check_says_what_is_wrong_and_asks_nobody(tmp_path: Path) -> None:
         "codes": {"invalid_body": 2, "invalid_method": 1, "duplicate_custom_id": 1},
     }
     assert "line 1: body: temperature: Input should be less than or equal to 2." in result.stderr
-    assert "line 2: body: n: this value is not supported." in result.stderr
+    assert "line 2: body: suffix: this value is not supported." in result.stderr
     assert "line 6: custom_id: line 1 has the same" in result.stderr
     assert list(tmp_path.iterdir()) == [source]
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from shoal.actors.engine.block_pool import BlockId
 from shoal.actors.engine.transfers import Fallback, StoreView
-from shoal.actors.messages import EngineRequest, FinishReason, RequestId
+from shoal.actors.messages import EngineRequest, FinishReason, RequestId, SamplingParams
 from shoal.kvstore.block_hash import BlockKey
 from tests.engine.bench import Bench, a_request, benches
 from tests.fake_drafts import FakeDrafts
@@ -39,7 +39,7 @@ prompts = st.builds(
 
 def expected(request: EngineRequest) -> list[int]:
     """What the request must get, up to its stop token."""
-    tokens = generate(request.prompt_token_ids, request.max_tokens)
+    tokens = generate(request.prompt_token_ids, request.max_tokens, request.sampling.seed)
     ends = [i + 1 for i, token in enumerate(tokens) if token in request.stop_token_ids]
     return tokens[: min(ends, default=len(tokens))]
 
@@ -77,12 +77,17 @@ class Watched:
     """Of sequences, in the order of their ids."""
     num_plans: int = 0
 
-    def submit(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> None:
-        request = a_request(str(len(self.requests) + 1), prompt, max_tokens, **more)
-        self.requests[request.request_id] = request
-        salt = request.cache_salt
-        self.salt_of |= dict.fromkeys(self.bench.keys([*prompt, *expected(request)], salt), salt)
-        self._submit(request)
+    def submit(self, prompt: Sequence[int], max_tokens: int, num_choices: int = 1, **more: Any) -> None:
+        first = len(self.requests) + 1
+        for number in range(first, first + num_choices):
+            sampling = SamplingParams(seed=number - first)
+            request = a_request(
+                str(number), prompt, max_tokens, sampling=sampling, group=RequestId(f"of {first}"), **more
+            )
+            self.requests[request.request_id] = request
+            salt = request.cache_salt
+            self.salt_of |= dict.fromkeys(self.bench.keys([*prompt, *expected(request)], salt), salt)
+            self._submit(request)
 
     def _submit(self, request: EngineRequest) -> None:
         self.salts.append(request.cache_salt)
@@ -127,6 +132,9 @@ class Watched:
             end = -(-step.end // self.bench.block_size)
             assert all(self.written_by[block] == salt for block in step.block_table[:first])
             self.written_by.update(dict.fromkeys(step.block_table[first:end], salt))
+            for fork in step.forks:
+                assert self.salts[fork.sequence_id - 1] == salt
+                self.written_by.update({copy: salt for _, copy in fork.blocks})
         self.num_plans += len(plans)
 
     def copy(self, *, fails: bool = False) -> None:
@@ -235,6 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "salt"]),
         priority=st.sampled_from([0, 0, 1]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
+        num_choices=st.sampled_from([1, 1, 2, 5]),
     )
     def submit(
         self,
@@ -245,10 +254,12 @@ class EngineMachine(RuleBasedStateMachine):
         salt: str,
         priority: int,
         prompt_logprobs: int | None,
+        num_choices: int,
     ) -> None:
         self.watched.submit(
             prompt,
             max_tokens,
+            num_choices,
             stop_token_ids=stop_tokens(prompt, stops_at),
             cache_salt=salt,
             priority=priority,
@@ -329,6 +340,7 @@ def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like()
             watched.submit(
                 prompt,
                 choose.randrange(1, 25),
+                choose.choice([1, 1, 1, 4]),
                 stop_token_ids=stop_tokens(prompt, choose.choice([None, *range(10)])),
                 cache_salt=salt,
                 priority=choose.choice([0, 0, 1]),
@@ -351,6 +363,7 @@ def test_2000_requests_of_all_kinds_that_stop_fail_and_disconnect_as_they_like()
         watched.check_salts()
     watched.end()
     assert len(bench.errors) < 200 and bench.scheduler.num_preemptions > 20
+    assert bench.scheduler.num_forked > 200
     assert sum(bench.cached.values()) > 2000, "on average some tokens of each were cached"
     assert sum(bench.scheduler.transfers.fetched_tokens.values()) > 500
     assert {Fallback.MISSING, Fallback.EVICTED} < bench.scheduler.transfers.fallbacks.keys()

@@ -1,7 +1,7 @@
 """Actors that say what a test tells them to, called as Ray calls them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +88,7 @@ class Method:
 @dataclass
 class FakeEngine:
     submitted: list[EngineRequest] = field(default_factory=list)
+    num_submits: int = 0
     aborted: list[tuple[object, ...]] = field(default_factory=list)
     num_streams: int = 0
     store_id: StoreId | None = None
@@ -120,8 +121,9 @@ class FakeEngine:
                 raise item
             yield Ref(replace(item, store_id=self.store_id))
 
-    def _submit(self, ingress_id: IngressId, request: EngineRequest) -> Ref:
-        self.submitted.append(request)
+    def _submit(self, ingress_id: IngressId, requests: Sequence[EngineRequest]) -> Ref:
+        self.submitted += requests
+        self.num_submits += 1
         for item in self.answer:
             self.outbox.put_nowait(item)
         return Ref(self.submit_error)
@@ -153,10 +155,17 @@ class DrawingEngine(FakeEngine):
 
     lives_for: int | None = None
 
-    def _submit(self, ingress_id: IngressId, request: EngineRequest) -> Ref:
-        self.submitted.append(request)
+    def _submit(self, ingress_id: IngressId, requests: Sequence[EngineRequest]) -> Ref:
+        self.submitted += requests
+        self.num_submits += 1
+        for request in requests:
+            self._draw(request)
+        return Ref(None)
+
+    def _draw(self, request: EngineRequest) -> None:
         history = [*request.prompt_token_ids, *request.output_token_ids]
-        tokens = generate(history, request.max_tokens - len(request.output_token_ids))
+        count, seed = request.max_tokens - len(request.output_token_ids), request.sampling.seed
+        tokens = generate(history, count, seed)
         ends = [i + 1 for i, token in enumerate(tokens) if token in request.stop_token_ids]
         tokens = tokens[: min(ends, default=len(tokens))]
         said = len(tokens) if self.lives_for is None else min(self.lives_for, len(tokens))
@@ -165,7 +174,6 @@ class DrawingEngine(FakeEngine):
             self.outbox.put_nowait(TokenBatch(chunks=(self._chunk(request, tokens, first, piece),)))
         if said < len(tokens):
             self.outbox.put_nowait(ActorDiedError())
-        return Ref(None)
 
     def _chunk(
         self, request: EngineRequest, tokens: list[int], first: int, piece: tuple[int, ...]

@@ -134,7 +134,8 @@ async def _an_engine_that_revives() -> None:
     hung.say(5)
     hung.answer.append(ActorUnavailableError("a blip of the network", None))
     next_one.say(6, attempt=2)
-    async with streams.open(REQUEST, (), nobody_cares, not_yet) as chunks:
+    (opened,) = streams.open([REQUEST], (), nobody_cares, not_yet)
+    async with opened as chunks:
         assert (await anext(chunks)).token_ids == (5,)
         assert (await anext(chunks)).token_ids == (6,)
         await streams.introduce(FakeRouter(A, B), {A: hung, B: next_one}, {})

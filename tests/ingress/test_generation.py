@@ -1,15 +1,15 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
+from shoal.actors.ingress.choices import Asked
 from shoal.actors.ingress.detokenizer import TokenBytes
 from shoal.actors.ingress.dispatch import PlacedBy
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation import KEEP_ALIVE_S, Deadline, text_deltas
-from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.metrics import Metrics
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript
@@ -60,8 +60,17 @@ class Recorded:
         self.begun: list[bool] = []
         """What it was told before each chunk."""
 
+    def open(
+        self,
+        requests: Sequence[EngineRequest],
+        block_keys: tuple[BlockKey, ...],
+        placed: Callable[[PlacedBy], None],
+        has_begun: Callable[[], bool],
+    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
+        return [self._open(request, block_keys, placed, has_begun) for request in requests]
+
     @asynccontextmanager
-    async def open(
+    async def _open(
         self,
         request: EngineRequest,
         block_keys: tuple[BlockKey, ...],
@@ -121,7 +130,13 @@ class Listening:
         now = asyncio.get_running_loop().time
         deadline = Deadline(arrived=now(), timeout_s=timeout_s)
         choices = [
-            Transcript(Asked(request=replace(REQUEST, prompt_token_ids=(i,)), stop=self.stops), TABLE)
+            Transcript(
+                Asked(
+                    request=replace(REQUEST, request_id=RequestId(f"cmpl-{i}"), prompt_token_ids=(i,)),
+                    stop=self.stops,
+                ),
+                TABLE,
+            )
             for i in range(len(self.dispatcher.speeches))
         ]
         deltas = text_deltas(self.dispatcher, choices, deadline, self.metrics, lambda _: None)

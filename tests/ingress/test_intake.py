@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from shoal.actors.ingress.body import RequestT, parse_body
+from shoal.actors.ingress.choices import Asked
 from shoal.actors.ingress.errors import ApiError
 from shoal.actors.ingress.generation_config import GenerationDefaults
-from shoal.actors.ingress.intake import Asked, Intake, Intent, output_budget, prefix_keys
+from shoal.actors.ingress.intake import Intake, Intent, output_budget, prefix_keys
 from shoal.actors.ingress.protocol import (
     ChatCompletionRequest,
     CompletionRequest,

@@ -60,7 +60,8 @@ async def all_chunks(
     placed: Callable[[PlacedBy], None] = nobody_cares,
     has_begun: Callable[[], bool] = not_yet,
 ) -> list[TokenChunk]:
-    async with streams.open(request, keys, placed, has_begun) as chunks:
+    (opened,) = streams.open([request], keys, placed, has_begun)
+    async with opened as chunks:
         return [chunk async for chunk in chunks]
 
 
@@ -125,7 +126,8 @@ async def _leaving_early_aborts() -> None:
     engine, streams = FakeEngine(), EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), {A: engine}, {})
     engine.say(5)
-    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
+    (opened,) = streams.open([REQUEST], KEYS, nobody_cares, not_yet)
+    async with opened as chunks:
         await anext(chunks)
     ((request_id, attempt, submit),) = engine.aborted
     assert (request_id, attempt) == ("r", 1)
@@ -176,7 +178,8 @@ async def _named_and_no_longer_named_in_one_turn() -> None:
     async def submitted() -> Inbox:
         link = await links.find(A)
         assert link is not None
-        return await link.submit(REQUEST)
+        (inbox,) = await link.submit([REQUEST])
+        return inbox
 
     told = links.introduce({A: FakeEngine()}), submitted(), links.introduce({})
     _, inbox, _ = await asyncio.gather(*told)
@@ -279,7 +282,8 @@ async def _leaving_the_second_attempt() -> None:
     await streams.introduce(FakeRouter(A, B), {A: full, B: busy}, {})
     full.fail(ErrorKind.OVERLOADED)
     busy.say(5, attempt=2)
-    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
+    (opened,) = streams.open([REQUEST], KEYS, nobody_cares, not_yet)
+    async with opened as chunks:
         await anext(chunks)
     assert full.aborted == []
     assert [aborted[:2] for aborted in busy.aborted] == [("r", 2)]
@@ -343,7 +347,8 @@ async def _a_router_that_is_away(error: Exception | Never) -> None:
     await streams.introduce(router, {A: busy, B: idle}, {})
     idle.say(7, end=FinishReason.LENGTH)
     another = replace(REQUEST, request_id=RequestId("another"))
-    async with streams.open(another, KEYS, nobody_cares, not_yet) as chunks:
+    (opened,) = streams.open([another], KEYS, nobody_cares, not_yet)
+    async with opened as chunks:
         waiting = asyncio.ensure_future(anext(chunks))
         await asyncio.sleep(0.01)
         assert len(busy.submitted) == 1
@@ -465,7 +470,8 @@ async def _what_is_outstanding() -> None:
     streams = EngineStreams(IngressId("i"), BLOCK_SIZE)
     await streams.introduce(FakeRouter(A), engines, {StoreId("s"): store})
     engines[A].say(5)
-    async with streams.open(REQUEST, KEYS, nobody_cares, not_yet) as chunks:
+    (opened,) = streams.open([REQUEST], KEYS, nobody_cares, not_yet)
+    async with opened as chunks:
         await anext(chunks)
         during = await streams.outstanding()
         assert during["i"] == Outstanding(counts={"inboxes": 1, "submits": 1, "lost_links": 0})

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.actors.ingress.choices import Asked
 from shoal.actors.ingress.detokenizer import TokenBytes
 from shoal.actors.ingress.errors import ApiError
-from shoal.actors.ingress.intake import Asked
 from shoal.actors.ingress.protocol import Usage
 from shoal.actors.ingress.stop_strings import StopString
 from shoal.actors.ingress.transcript import TextDelta, Transcript

@@ -3,6 +3,7 @@
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -130,6 +131,7 @@ class Served:
         watch: Sequence[int],
         look: Look | None = None,
         stores: Stores | None = None,
+        executor: Executor | None = None,
     ) -> None:
         """stores: where what is cached goes, to its OWN, and where requests' sources are found."""
         config = SchedulerConfig(
@@ -193,7 +195,9 @@ class Served:
         self._num_submitted = 0
         self._watched = {SequenceId(number) for number in watch}
         self.engine = Engine(
-            self._scheduler, LookingRunner(runner, decoder, look or self.recording.look, self._watched)
+            self._scheduler,
+            LookingRunner(runner, decoder, look or self.recording.look, self._watched),
+            executor,
         )
 
     def submit(self, request: EngineRequest, *, watch: bool = False) -> SequenceId:
@@ -213,6 +217,10 @@ class Served:
         self._carrier.run()
         self.engine.check()
         return self.recording
+
+    @property
+    def num_forked(self) -> int:
+        return self._scheduler.num_forked
 
     def preempt(self, sequence_id: SequenceId) -> None:
         """As if somebody before it had needed its blocks; its step may be in flight."""
