@@ -106,6 +106,9 @@ def serve(
     num_dropped_layers: Annotated[
         int, typer.Option(help="The last sliding-window layers that are not stored but recomputed.")
     ] = MODEL.num_dropped_layers,
+    state_snapshot_every: Annotated[
+        int, typer.Option(help="Blocks of a prompt between kept recurrent states; 0 keeps its end's alone.")
+    ] = MODEL.state_snapshot_every,
     kv_store_memory: Annotated[
         str | None,
         typer.Option(

@@ -39,6 +39,7 @@ class ModelOptions:
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1 << 20
     num_dropped_layers: int = 0
+    state_snapshot_every: int = 16
     kv_write_policy: WritePolicy = "write_through"
     prefix_cache: PrefixCacheName = "radix"
     speculative: Speculative | None = None

@@ -44,19 +44,18 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> float:
-        """Of paged rows. Not whole where a row stands for several tokens."""
-        return self.footprint.bytes_per_block / self.limits.block_size
+        return self.footprint.layout.bytes_per_token
 
     @property
     def usable_slots(self) -> int:
-        return num_state_slots(self.limits.max_num_seqs) - 1 if self.footprint.bytes_per_slot else 0
+        return num_state_slots(self.limits.max_num_seqs) - 1 if self.footprint.layout.slots.num_bytes else 0
 
     @property
     def most_tokens(self) -> int | None:
         """Whose paged rows alone would fill the memory."""
-        if self.memory_bytes is None or not self.footprint.bytes_per_block:
+        if self.memory_bytes is None or not self.footprint.layout.blocks.num_bytes:
             return None
-        return self.memory_bytes * self.limits.block_size // self.footprint.bytes_per_block
+        return self.memory_bytes * self.limits.block_size // self.footprint.layout.blocks.num_bytes
 
     def as_dict(self) -> dict[str, object]:
         """For --json."""
@@ -67,19 +66,19 @@ class Plan:
             "limits": asdict(self.limits) | {"dtype": model.dtype},
             "weights_bytes": self.weights_bytes,
             "bytes_per_token": self.bytes_per_token,
-            "bytes_per_block": model.bytes_per_block,
+            "bytes_per_block": model.layout.blocks.num_bytes,
             "paged": [asdict(rows) | {"bytes_per_block": rows.bytes_per_block} for rows in model.paged],
-            "bytes_per_slot": model.bytes_per_slot,
+            "bytes_per_slot": model.layout.slots.num_bytes,
             "rings": rings
             and asdict(rings)
             | {
                 "bytes_per_layer": rings.bytes_per_layer,
                 "stored_bytes": rings.stored_bytes,
-                "bytes_per_segment": rings.bytes_per_segment,
+                "bytes_per_segment": model.layout.segments.num_bytes,
             },
             "other_state_bytes": model.other_state_bytes,
-            "segments_per_boundary": model.rule.num_segments,
-            "recomputed_tokens": model.rule.num_recomputed * self.limits.block_size,
+            "segments_per_boundary": model.layout.rule.num_segments,
+            "recomputed_tokens": model.layout.rule.num_recomputed * self.limits.block_size,
             "usable_slots": self.usable_slots,
             "memory_bytes": self.memory_bytes,
             "most_tokens": self.most_tokens,
@@ -135,10 +134,10 @@ def _divide(total_bytes: int, model: Footprint, limits: Limits) -> MemoryPlan:
         total_bytes=total_bytes,
         weights_bytes=0,
         step_peak_bytes=0,
-        state_bytes_per_slot=model.bytes_per_slot,
-        block_bytes=model.bytes_per_block,
+        state_bytes_per_slot=model.layout.slots.num_bytes,
+        block_bytes=model.layout.blocks.num_bytes,
         block_size=limits.block_size,
-        segment_bytes=model.rings.bytes_per_segment if model.rings else 0,
+        segment_bytes=model.layout.segments.num_bytes,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=limits.max_model_len,
     )
@@ -178,22 +177,28 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     if plan.weights_bytes is not None:
         yield "weights", _bytes(plan.weights_bytes), "as they are stored"
     yield "a token", _bytes(plan.bytes_per_token), "in blocks"
-    yield "a block", _bytes(model.bytes_per_block), ""
+    yield "a block", _bytes(model.layout.blocks.num_bytes), ""
     for rows in model.paged:
         note = f"{rows.num_layers} layers × {rows.rows_per_block} rows × {rows.bytes_per_row:,} B"
         yield f"  {rows.what}", _bytes(rows.bytes_per_block), note
-    yield "a state slot", _bytes(model.bytes_per_slot), "" if model.bytes_per_slot else "no sliding layers"
+    slots, segments = model.layout.slots, model.layout.segments
+    yield "a state slot", _bytes(slots.num_bytes), "" if slots.num_bytes else "all rows are in blocks"
     if rings:
         note = f"{rings.num_rows} rows × {rings.bytes_per_row:,} B, window {rings.window}"
         yield "  a layer's ring", _bytes(rings.bytes_per_layer), note
         yield "  stored", _bytes(rings.stored_bytes), f"{rings.num_stored} of {rings.num_layers} layers"
-        if model.other_state_bytes:
-            yield "  never stored", _bytes(model.other_state_bytes), "of what compressed rows are made"
-        note = f"{model.rule.num_segments} of them are the state at a boundary"
-        yield "a segment", _bytes(rings.bytes_per_segment), note
-        recomputed = model.rule.num_recomputed * limits.block_size
-        if recomputed:
-            yield "recomputed", f"{recomputed:,} tokens", "after a hit, for the layers that are not stored"
+    saved = {placed.part.name for placed in segments.parts}
+    for part, num_layers in model.states:
+        shape = " × ".join(map(str, part.shape))
+        note = f"{num_layers} layers × {shape} {part.dtype}" + (", never stored" * (part.name not in saved))
+        yield f"  {part.name}", _bytes(num_layers * part.num_bytes), note
+    if segments.num_bytes:
+        several = model.layout.rule.num_segments
+        note = "one is the state at a boundary" if several == 1 else f"{several} are the state at a boundary"
+        yield "a segment", _bytes(segments.num_bytes), note
+    recomputed = model.layout.rule.num_recomputed * limits.block_size
+    if recomputed:
+        yield "recomputed", f"{recomputed:,} tokens", "after a hit, for the layers that are not stored"
     if plan.memory_bytes is not None:
         yield "", "", ""
         yield "memory", _bytes(plan.memory_bytes), "beside weights and a step"

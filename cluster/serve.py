@@ -260,6 +260,7 @@ def _deployment(options: ServeOptions, model: _Model, share: _Share) -> Deployme
             max_queued_tokens=said.max_queued_tokens,
             prefix_cache=said.prefix_cache,
             num_dropped_layers=said.num_dropped_layers,
+            state_snapshot_every=said.state_snapshot_every,
             kv_write_policy=said.kv_write_policy,
             speculative=said.speculative,
             num_draft_tokens=said.num_draft_tokens,

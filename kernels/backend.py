@@ -8,7 +8,7 @@ thread count or the instruction set. `CpuBackend` keeps that promise to the bit,
 rounding.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -121,6 +121,45 @@ class LayerRing:
     is not stored."""
     own: LayerKV
     """[1, B, H, D]: row t of the step is row t. All layers may share it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class HeadStates:
+    """What linear attention keeps of a sequence, instead of keys and values: a matrix of each head.
+
+    float32 [P, H, K, V], [H, K, V] contiguous. segments: None if it is not stored.
+    """
+
+    slots_PHKV: Tensor
+    segments_PHKV: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class RecurrentRows:
+    """What each row of a step does to the states of its heads: float32, see `Backend.recurrence`."""
+
+    q_THK: Tensor
+    k_THK: Tensor
+    """Of as many heads as v, or of fewer, each of which serves as many neighbours."""
+    v_THV: Tensor
+    decay_TH: Tensor
+    beta_TH: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
+class LayerParts:
+    """What a layer keeps that is no attention of ours, by name: [P, *shape], strided in P alone.
+
+    P are blocks, slots or segments. What `slots` has and `segments` has not is never saved.
+    """
+
+    blocks: Mapping[str, Tensor]
+    slots: Mapping[str, Tensor]
+    segments: Mapping[str, Tensor]
+
+
+LayerMemory = LayerKV | LayerRing | LayerParts
+"""What a layer computes with; how it is used is for the layer to say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
@@ -326,6 +365,17 @@ class Backend(Protocol):
 
     def commit(self, ring: LayerRing, rows: Rows) -> None:
         """Write the step's own rows to the ring, each sequence's last ones if they do not all fit."""
+        ...
+
+    def recurrence(self, x: RecurrentRows, states: HeadStates, rows: Rows, out_THV: Tensor) -> Tensor:
+        """Each row's own change to the state S of each head, then what it reads there, in order of positions:
+
+        S = decay * S; S += k (v - k.T S) beta, or without beta S += k v; out = q.T S
+
+        That is the gated delta rule (Yang et al. 2024), or without beta the selective state of Mamba 2 (Dao &
+        Gu 2024). The state before position 0 is zero, whatever the slot has. A segment that the step captures
+        gets the state after its last row; what the step restores is in the slot already.
+        """
         ...
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:

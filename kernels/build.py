@@ -12,7 +12,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 # Compiled once for each instruction set.
-PER_ISA = ("linear.cpp", "attention.cpp", "moe.cpp", "rowops.cpp", "rings.cpp", "sample.cpp")
+PER_ISA = (
+    *("linear.cpp", "attention.cpp", "moe.cpp", "rowops.cpp", "rings.cpp", "recurrence.cpp", "sample.cpp"),
+)
 COMMON = ("library.cpp", "pool.cpp", "tape.cpp", "weights.cpp")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 # In the order of the link, least first: where objects carry the same inline function of the standard library,

@@ -18,10 +18,12 @@ from shoal.kernels.backend import (
     Adjustment,
     Experts,
     Gate,
+    HeadStates,
     LayerKV,
     LayerRing,
     Linear,
     Logprobs,
+    RecurrentRows,
     RingRows,
     Rotary,
     Rows,
@@ -196,6 +198,10 @@ class CpuBackend:
 
     def commit(self, ring: LayerRing, rows: Rows) -> None:
         self.record(lambda tape: tape.commit(ring))(rows)
+
+    def recurrence(self, x: RecurrentRows, states: HeadStates, rows: Rows, out_THV: Tensor) -> Tensor:
+        self._run(self._kernels.recurrence, _recurrence(x, states, out_THV), rows)
+        return out_THV
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
         tape = CpuTape(self._kernels)
@@ -458,6 +464,43 @@ def _ring_op(ring: LayerRing) -> Op:
     """Of as many rows as can be beside the ring."""
     struct = _ring(ring)
     return Op(library.RingOp(addressof(struct)), struct.own_rows, (struct, ring))
+
+
+def _recurrence(x: RecurrentRows, states: HeadStates, out_THV: Tensor) -> Op:
+    *q_shape, q_stride = _heads("q", x.q_THK)
+    *k_shape, k_stride = _heads("k", x.k_THK)
+    *v_shape, v_stride = _heads("v", x.v_THV)
+    *out_shape, out_stride = _heads("out", out_THV)
+    (rows, key_heads, key_size), (_, heads, value_size) = k_shape, v_shape
+    if q_shape != k_shape or out_shape != v_shape or v_shape[0] != rows or heads % key_heads:
+        raise ValueError(f"q is {q_shape}, k {k_shape}, v {v_shape}, out {out_shape}")
+    if value_size % _VECTOR:
+        raise ValueError(f"values of {value_size} are not a multiple of {_VECTOR}")
+    _expect("decay", x.decay_TH, torch.float32, (rows, heads))
+    if x.beta_TH is not None:
+        _expect("beta", x.beta_TH, torch.float32, (rows, heads))
+    slots, segments = states.slots_PHKV, states.segments_PHKV
+    size = (heads, key_size, value_size)
+    struct = library.RecurrenceOp(
+        *(x.q_THK.data_ptr(), q_stride, x.k_THK.data_ptr(), k_stride, x.v_THV.data_ptr(), v_stride),
+        *(x.decay_TH.data_ptr(), None if x.beta_TH is None else x.beta_TH.data_ptr()),
+        *(out_THV.data_ptr(), out_stride),
+        *_states("slots", slots, size),
+        *((None, 0, 0) if segments is None else _states("segments", segments, size)),
+        *(key_heads, heads, key_size, value_size),
+    )
+    return Op(struct, rows, (x, states, out_THV))
+
+
+def _states(what: str, x_PHKV: Tensor, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Address, stride and number of states."""
+    _, key_size, value_size = shape
+    inner = (key_size * value_size, value_size, 1)
+    if x_PHKV.dtype is not torch.float32 or not x_PHKV.is_cpu:
+        raise ValueError(f"{what} must be float32 on the CPU, not {_describe(x_PHKV)}")
+    if x_PHKV.shape[1:] != shape or x_PHKV.stride()[1:] != inner:
+        raise ValueError(f"{what} must be [P, *{list(shape)}], contiguous but for P, not {_describe(x_PHKV)}")
+    return x_PHKV.data_ptr(), x_PHKV.stride(0), len(x_PHKV)
 
 
 def _rows(rows: Rows) -> library.Rows:

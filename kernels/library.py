@@ -95,6 +95,16 @@ class RingOp(ctypes.Structure):
     _fields_ = (("ring", _P),)
 
 
+class RecurrenceOp(ctypes.Structure):
+    _fields_ = (
+        *(("q", _P), ("q_stride", _L), ("k", _P), ("k_stride", _L), ("v", _P), ("v_stride", _L)),
+        *(("decay", _P), ("beta", _P), ("out", _P), ("out_stride", _L)),
+        *(("slots", _P), ("slot_stride", _L), ("num_slots", _L)),
+        *(("segments", _P), ("segment_stride", _L), ("num_segments", _L)),
+        *(("key_heads", _I), ("heads", _I), ("key_size", _I), ("value_size", _I)),
+    )
+
+
 # `Adjustment` of sample.cpp.
 class Adjustment(ctypes.Structure):
     _fields_ = (
@@ -105,7 +115,7 @@ class Adjustment(ctypes.Structure):
 
 
 Function = Callable[..., int]
-Op = LinearOp | ExpertsOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp | RingOp
+Op = LinearOp | ExpertsOp | GatherOp | RmsNormOp | RotateOp | StoreOp | AttentionOp | RingOp | RecurrenceOp
 
 
 # What a tape holds, see tape.cpp.
@@ -121,7 +131,7 @@ _PER_ISA: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         ("linear", "experts", "gather", "rms_norm", "rotate", "store", "attention"), (_P, _P, _I)
     ),
-    **dict.fromkeys(("restore", "capture", "commit"), (_P, _P, _I)),
+    **dict.fromkeys(("restore", "capture", "commit", "recurrence"), (_P, _P, _I)),
     "sample": (_P, _L, _L, _L, _P, _P, _P, _P, _P, _P, _P, _L, _P, _I),
     "logprobs": (_P, _L, _L, _L, _P, _P, _L, _L, _P, _P, _P, _I),
 }
@@ -142,6 +152,7 @@ class Kernels:
     restore: Function
     capture: Function
     commit: Function
+    recurrence: Function
     sample: Function
     logprobs: Function
 

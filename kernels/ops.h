@@ -87,4 +87,21 @@ struct RingOp {  // restore: the named segments to their slots; capture: rows to
     const Ring* ring;  // own rows to their slots, as many as fit
 };
 
+struct RecurrenceOp {  // a state S [key_size, value_size] of each head, which each row of a sequence changes in turn
+    const float* q;
+    long q_stride;
+    const float* k;
+    long k_stride;  // of both a row's [key_heads, key_size] contiguous
+    const float* v;
+    long v_stride;
+    const float *decay, *beta;  // [rows, heads]; beta null: no delta rule
+    float* out;
+    long out_stride;  // as of v: a row's [heads, value_size] contiguous
+    float* slots;
+    long slot_stride, num_slots;  // [heads, key_size, value_size] contiguous
+    float* segments;
+    long segment_stride, num_segments;
+    int key_heads, heads, key_size, value_size;
+};
+
 }  // namespace shoal

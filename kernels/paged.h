@@ -1,6 +1,7 @@
 // The pools that keys and values of one layer lie in, and where a step's rows stand in them. Mirrored by ctypes in
 // library.py.
 #pragma once
+#include <vector>
 
 namespace shoal {
 
@@ -48,11 +49,13 @@ struct Rows {
         return true;
     }
 
-    // Whether the rows are as a ring needs them, and every slot exists.
-    bool fit(const Ring& ring) const {
-        if (!slot || count > ring.own_rows) return false;
+    bool fit(const Ring& ring) const { return count <= ring.own_rows && fit_slots(ring.slots.blocks); }
+
+    // Whether the rows are as state needs them, and every slot exists.
+    bool fit_slots(long slots) const {
+        if (!slot) return false;
         for (long s = 0; s < sequences; s++) {
-            if (slot[s] < 0 || slot[s] >= ring.slots.blocks) return false;
+            if (slot[s] < 0 || slot[s] >= slots) return false;
             if (valid_from[s] < 0 || valid_from[s] > start[s]) return false;
         }
         for (long t = 0; t < count; t++) {
@@ -64,5 +67,19 @@ struct Rows {
         return true;
     }
 };
+
+struct Run {  // rows of one sequence in a step
+    long first = 0, rows = 0;
+};
+
+inline std::vector<Run> runs_of(const Rows& rows) {
+    std::vector<Run> runs(rows.sequences);
+    for (long t = 0; t < rows.count; t++) {
+        Run& run = runs[rows.sequence[t]];
+        if (t == 0 || rows.sequence[t - 1] != rows.sequence[t]) run = {t, 0};
+        run.rows++;
+    }
+    return runs;
+}
 
 }  // namespace shoal

@@ -10,10 +10,12 @@ from shoal.kernels.backend import (
     Adjustment,
     Experts,
     Gate,
+    HeadStates,
     LayerKV,
     LayerRing,
     Linear,
     Logprobs,
+    RecurrentRows,
     RingRows,
     Rotary,
     Rows,
@@ -214,6 +216,26 @@ class TorchBackend:
             row_N = rows.position_T[mine].long() % ring_rows
             for slots, own in _sides(ring.slots, ring.own):
                 slots[state.slot_S[sequence], row_N] = own[0, mine]
+
+    def recurrence(self, x: RecurrentRows, states: HeadStates, rows: Rows, out_THV: Tensor) -> Tensor:
+        state, group = _ring_rows(rows), x.v_THV.shape[1] // x.k_THK.shape[1]
+        q_THK1, k_THK1 = (y.repeat_interleave(group, dim=1)[..., None] for y in (x.q_THK, x.k_THK))
+        captures = {(s, boundary): segment for s, boundary, segment in state.captures_C3.tolist()}
+        where = zip(rows.sequence_T.tolist(), rows.position_T.tolist(), strict=True)
+        for t, (s, position) in enumerate(where):
+            state_HKV, change_HV = states.slots_PHKV[state.slot_S[s]], x.v_THV[t]
+            if position:
+                state_HKV *= x.decay_TH[t, :, None, None]
+            else:
+                state_HKV.zero_()
+            if x.beta_TH is not None:
+                known_HV = (state_HKV * k_THK1[t]).sum(1)
+                change_HV = (change_HV - known_HV) * x.beta_TH[t, :, None]
+            state_HKV += k_THK1[t] * change_HV[:, None]
+            out_THV[t] = (state_HKV * q_THK1[t]).sum(1)
+            if states.segments_PHKV is not None and (s, position + 1) in captures:
+                states.segments_PHKV[captures[s, position + 1]] = state_HKV
+        return out_THV
 
     def record(self, layers: Callable[[Tape], None]) -> Callable[[Rows], None]:
         def run(rows: Rows) -> None:

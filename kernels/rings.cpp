@@ -11,20 +11,6 @@
 namespace shoal::SHOAL_ISA {
 namespace {
 
-struct Run {  // rows of one sequence in a step
-    long first = 0, rows = 0;
-};
-
-std::vector<Run> runs_of(const Rows& rows) {
-    std::vector<Run> runs(rows.sequences);
-    for (long t = 0; t < rows.count; t++) {
-        Run& run = runs[rows.sequence[t]];
-        if (t == 0 || rows.sequence[t - 1] != rows.sequence[t]) run = {t, 0};
-        run.rows++;
-    }
-    return runs;
-}
-
 class Mover {
 public:
     Mover(const Ring& ring, const Rows& rows)

@@ -1,52 +1,81 @@
-"""How many bytes a token, a block and a pool take, and in which order they lie."""
+"""How many bytes the parts of a block, a slot and a segment take, and in which order they lie."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from math import prod
+from typing import Literal, Self
 
 from shoal.kvstore.boundary import BoundaryRule
 
 KVDtype = Literal["float32", "bfloat16"]
 RowDtype = Literal["float32", "bfloat16", "float8"]
 """Also of rows that are only planned for."""
+PartDtype = Literal["float32", "bfloat16", "uint8"]
+"""uint8 is for what only its layer can read, as rows of 8-bit floats and their scales."""
 
-_DTYPE_BYTES: dict[KVDtype, int] = {"float32": 4, "bfloat16": 2}
+_DTYPE_BYTES: dict[PartDtype, int] = {"float32": 4, "bfloat16": 2, "uint8": 1}
+ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockLayout:
-    """The paged pool is [blocks, layers, 2 (K, V), block_size, num_kv_heads, head_dim].
+class Part:
+    """A tensor that a layer has in every block, in every slot or in every segment."""
 
-    The block comes first, so its bytes over all layers are one contiguous range: saving a block is one copy.
+    name: str
+    shape: tuple[int, ...]
+    dtype: PartDtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * _DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedPart:
+    layer: int
+    part: Part
+    offset: int
+    """In bytes, of the piece that it is a part of."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.part.num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """Where the parts of all layers lie in the bytes of one block, one slot or one segment.
+
+    These bytes are one contiguous range, so saving a piece is one copy. Neighbours of one shape lie close
+    together, [layers, *shape]; what begins another kind begins at a multiple of 64 bytes.
     """
 
-    num_layers: int
-    """Layers whose rows are paged: those that see all positions. May be 0."""
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: KVDtype = "float32"
+    parts: tuple[PlacedPart, ...]
+    num_bytes: int
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
+    @classmethod
+    def of(cls, parts: Iterable[tuple[int, Part]]) -> Self:
+        """parts: (layer, part) in order."""
+        placed: list[PlacedPart] = []
+        end, num_kinds = 0, 0
+        for layer, part in parts:
+            if not placed or placed[-1].part != part:
+                end, num_kinds = _aligned(end), num_kinds + 1
+            placed.append(PlacedPart(layer=layer, part=part, offset=end))
+            end = placed[-1].end
+        return cls(parts=tuple(placed), num_bytes=_aligned(end) if num_kinds > 1 else end)
 
-    @property
-    def bytes_per_block(self) -> int:
-        return self.block_size * self.bytes_per_token
 
-    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        return (num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, self.head_dim)
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """What a sequence overwrites: for each sliding-window layer a ring of its last rows.
+    """What attention with a window overwrites: a ring of its last rows in each such layer.
 
-    The row of position p lies in its ring at p % ring_rows. Slots are [slots, layers, 2 (K, V), ring_rows,
-    num_kv_heads, head_dim]: the stored layers in front, behind them the dropped ones, which are never saved.
-    Segments, the pieces that are saved, are [segments, stored layers, 2, segment_rows, num_kv_heads,
-    head_dim]: the segment of a block has the block's last rows, in order of their positions, so that
-    neighbouring boundaries share bytes.
+    The row of position p lies in its ring at p % ring_rows. The segment of a block has the block's last rows,
+    in order of their positions, so that neighbouring boundaries share bytes.
     """
 
     num_layers: int
@@ -92,22 +121,3 @@ class StateLayout:
             num_segments=-(-self.needed_rows // self.block_size) if stores_rows else 0,
             num_recomputed=-(-self.num_dropped * self.needed_rows // self.block_size),
         )
-
-    @property
-    def bytes_per_row(self) -> int:
-        """Of one layer, keys and values."""
-        return 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
-
-    @property
-    def bytes_per_slot(self) -> int:
-        return self.num_layers * self.ring_rows * self.bytes_per_row
-
-    @property
-    def bytes_per_segment(self) -> int:
-        return self.num_stored * self.segment_rows * self.bytes_per_row
-
-    def slot_shape(self, num_slots: int) -> tuple[int, int, int, int, int, int]:
-        return (num_slots, self.num_layers, 2, self.ring_rows, self.num_kv_heads, self.head_dim)
-
-    def segment_shape(self, num_segments: int) -> tuple[int, int, int, int, int, int]:
-        return (num_segments, self.num_stored, 2, self.segment_rows, self.num_kv_heads, self.head_dim)

@@ -148,6 +148,14 @@ def tiny_gpt_oss(directory: Path, *, seed: int = 0, dtype: Dtype = "bfloat16", *
     return _tiny("GptOssConfig", directory, seed, dtype, different | overrides)
 
 
+_GATED_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 TINY_LIBRARY: dict[str, dict[str, Any]] = {
     "DeepseekV3Config": {
         "num_key_value_heads": 4,
@@ -163,14 +171,46 @@ TINY_LIBRARY: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
     },
+    "GraniteMoeHybridConfig": {
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 64,
+    },
     "GPT2Config": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
     "GPTNeoXConfig": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    },
+    "Lfm2Config": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "NemotronHConfig": {
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
     },
     "Olmo2Config": {},
     "OPTConfig": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "Phi3Config": {"sliding_window": 24},
     "PhiConfig": {},
+    "Qwen3NextConfig": {
+        **_GATED_DELTA_NET,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "Qwen3_5TextConfig": _GATED_DELTA_NET,
     "Starcoder2Config": {"sliding_window": 24},
 }
 """Configurations that the lean decoder cannot run, and what they need beside a llama's numbers."""
@@ -205,10 +245,12 @@ def _tiny(
         auto: Any = transformers.AutoModelForCausalLM
         model = auto.from_config(config)
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith("A_log"):
+                weight.uniform_(-4, 0)  # slow enough to forget that the state from far back is felt
+            elif name.endswith("bias"):
                 weight.normal_(std=0.5)  # zeros would hide one that is left out,
             elif weight.dim() == 1:
-                weight.uniform_(0.5, 1.5)  # and all ones a norm's weight
+                weight.add_(torch.rand(weight.shape) - 0.5)  # and all ones a norm's weight, or all zeros
             else:
                 # Large enough that the next token depends on the whole context, not on the last token alone.
                 weight.normal_(std=1.5 * config.hidden_size**-0.5)

@@ -18,7 +18,7 @@ from shoal.actors.engine.drafts import PromptLookupDrafts
 from shoal.actors.engine.engine import Engine
 from shoal.actors.engine.fingerprint import WeightsDigest, digest_content, fingerprint
 from shoal.actors.engine.memory_plan import MemoryPlan, plan_memory
-from shoal.actors.engine.model_layout import ModelLayout, model_layout
+from shoal.actors.engine.model_layout import ModelLayout
 from shoal.actors.engine.models.choose import lean_model, numerics
 from shoal.actors.engine.models.decoder import MakeDecoder, ModelShape, Weights
 from shoal.actors.engine.models.decoder_config import LeanModel, load_config
@@ -74,11 +74,8 @@ class LoadedModel:
         num_dropped_layers: int = 0,
         num_draft_tokens: int = 0,
     ) -> ModelLayout:
-        """Raises ValueError if the model has fewer layers that could be dropped."""
-        return model_layout(
-            self.config.windows,
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
+        """As the model's shape says it. Raises ValueError if it has fewer layers that could be dropped."""
+        return self.config.layout(
             block_size=block_size,
             dtype=dtype,
             max_model_len=max_model_len,
@@ -109,7 +106,7 @@ class BuiltEngine:
 
     def fetch_tokens_per_s(self, place: Place) -> float:
         """0 if a token of a prompt has no rows in blocks."""
-        bytes_per_token = self.layout.blocks.bytes_per_token
+        bytes_per_token = self.layout.bytes_per_token
         return self.rates.bytes_per_s(place) / bytes_per_token if bytes_per_token else 0.0
 
 
@@ -156,7 +153,7 @@ def _load_library(
         weights=library,
         decoder=partial(LibraryDecoder, library),
         numerics=numerics(hf, max_model_len),
-        num_rehearsed_layers=len(library.windows),
+        num_rehearsed_layers=len(library.kept),
     )
 
 
@@ -205,7 +202,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
     stopwatch.lap("weights")
     weights = None if digest is None else digest.result()  # it reads no more where memory is measured
     stopwatch.lap("fingerprint")
-    num_layers, num_rehearsed = len(loaded.config.windows), loaded.num_rehearsed_layers
+    num_layers, num_rehearsed = len(layout.layers), loaded.num_rehearsed_layers
     rehearse = partial(
         _rehearse,
         runner_of(device_memory(num_blocks=1), num_rehearsed),
@@ -218,10 +215,10 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         total_bytes=config.memory_bytes,
         weights_bytes=loaded.weights.num_bytes,
         step_peak_bytes=step_peak_bytes + rows.num_bytes + _lookup_bytes(config),
-        state_bytes_per_slot=layout.state.bytes_per_slot if layout.state else 0,
-        block_bytes=layout.blocks.bytes_per_block,
+        state_bytes_per_slot=layout.slots.num_bytes,
+        block_bytes=layout.blocks.num_bytes,
         block_size=config.block_size,
-        segment_bytes=layout.segment_bytes,
+        segment_bytes=layout.segments.num_bytes,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
     )
@@ -241,18 +238,25 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
     content = digest_content(config, weights)
     root = fingerprint(
         config,
-        numerics_id=f"{backend.numerics_id}, {loaded.numerics}{_state_named(layout)}",
+        numerics_id=f"{backend.numerics_id}, {loaded.numerics}{layout.identity}",
         content=content,
     )
     rates = Rates(lambda: runner.tokens_per_s, time.monotonic)
     stores = StoreView(
-        bytes_per_block=layout.blocks.bytes_per_block,
-        bytes_per_segment=layout.segment_bytes,
+        bytes_per_block=layout.blocks.num_bytes,
+        bytes_per_segment=layout.segments.num_bytes,
         worth=rates.worth,
         write_policy=config.kv_write_policy,
     )
-    drafts = PromptLookupDrafts(config.num_drafts) if config.speculative else None
-    scheduler = Scheduler(limits, pools, fingerprint=root, rule=layout.rule, stores=stores, drafts=drafts)
+    scheduler = Scheduler(
+        limits,
+        pools,
+        fingerprint=root,
+        rule=layout.rule,
+        snapshot_every=config.state_snapshot_every if layout.snapshots else 1,
+        stores=stores,
+        drafts=PromptLookupDrafts(config.num_drafts) if config.speculative else None,
+    )
     stopwatch.lap("pools")
     return BuiltEngine(
         engine=Engine(scheduler, runner),
@@ -268,11 +272,6 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         rates=rates,
         took_s=stopwatch.laps,
     )
-
-
-def _state_named(layout: ModelLayout) -> str:
-    """Which rows are in blocks and which in segments: engines that differ in it cannot read each other's."""
-    return f", {layout.state}" if layout.state else ""
 
 
 def _lookup_bytes(config: EngineConfig) -> int:

@@ -26,6 +26,9 @@ class EngineConfig:
     max_queued_tokens: int = 1 << 20
     num_dropped_layers: int = 0
     """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
+    state_snapshot_every: int = 16
+    """Recurrent state is kept so many blocks apart in a prompt, beside its end and where prompts part; 0:
+    there alone. Other state is kept at every boundary."""
     kv_write_policy: WritePolicy = "write_through"
     """A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
     prefix_cache: PrefixCacheName = "radix"
@@ -39,13 +42,8 @@ class EngineConfig:
     """The checkpoint's, where somebody has read its config.json already; else the engine does."""
 
     def __post_init__(self) -> None:
-        least_values = {
-            "max_model_len": 2,
-            "memory_bytes": 1,
-            "threads": 1,
-            "num_dropped_layers": 0,
-            "num_draft_tokens": 1,
-        }
+        least_values = {"max_model_len": 2, "memory_bytes": 1, "threads": 1}
+        least_values |= {"num_dropped_layers": 0, "state_snapshot_every": 0, "num_draft_tokens": 1}
         for name, least in least_values.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")

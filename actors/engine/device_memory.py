@@ -1,4 +1,4 @@
-"""The device's memory of keys and values: blocks, state slots and segments."""
+"""The device's memory of what sequences keep: blocks, state slots and segments."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -7,18 +7,21 @@ import torch
 from torch import Tensor
 
 from shoal.actors.engine.block_pool import NO_BLOCK
-from shoal.actors.engine.model_layout import ModelLayout
+from shoal.actors.engine.model_layout import KV, RING, LayerLayout, ModelLayout
 from shoal.actors.engine.step import Copy
 from shoal.actors.engine.transfers import Piece
-from shoal.kernels.backend import LayerKV, LayerRing
-from shoal.kvstore.layout import StateLayout
+from shoal.kernels.backend import LayerKV, LayerMemory, LayerParts, LayerRing
+from shoal.kvstore.layout import Packing
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
 
 
 class DeviceMemory:
     """Not initialised: nobody reads a row that no step has written.
 
-    blocks: the layout's `pool_shape`; slots, segments: its `slot_shape` and `segment_shape`, None of a model
-    without rings. Number 0 of each is never issued, and is where padding writes.
+    blocks, slots, segments: uint8 [count, bytes of one], the last two None of a model without state. Number 0
+    of each is never issued, and is where padding writes. `layers` are what a decoder computes with: views of
+    their parts.
     """
 
     def __init__(
@@ -33,27 +36,30 @@ class DeviceMemory:
     ) -> None:
         """All counts include number 0. max_rows: the most that a step computes."""
         self.layout = layout
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[layout.blocks.dtype]
 
-        def memory(shape: tuple[int, ...]) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
+        def memory(count: int, packing: Packing) -> Tensor:
+            return torch.empty(count, packing.num_bytes, dtype=torch.uint8, device=device)
 
-        self.blocks = memory(layout.blocks.pool_shape(num_blocks))
-        self.slots: Tensor | None = None
-        self.segments: Tensor | None = None
-        rings: Iterator[LayerRing] = iter(())
-        if layout.state is not None:
-            self.slots = memory(layout.state.slot_shape(num_slots))
-            self.segments = memory(layout.state.segment_shape(max(1, num_segments)))
-            own = memory((2, 1, max_rows, layout.state.num_kv_heads, layout.state.head_dim))
-            rings = _rings(layout.state, self.slots, self.segments, own)
-        paged = (_layer(self.blocks, i) for i in range(layout.blocks.num_layers))
-        self.layers: tuple[LayerKV | LayerRing, ...] = tuple(
-            next(rings) if has_ring else next(paged) for has_ring in layout.has_ring
+        self.blocks = memory(num_blocks, layout.blocks)
+        has_state = layout.slots.num_bytes > 0
+        self.slots = memory(num_slots, layout.slots) if has_state else None
+        self.segments = memory(max(1, num_segments), layout.segments) if has_state else None
+        own = _own_rows(layout, max_rows, device)
+        parts = zip(
+            layout.layers,
+            _views(self.blocks, layout, layout.blocks),
+            _views(self.slots, layout, layout.slots),
+            _views(self.segments, layout, layout.segments),
+            strict=True,
         )
-        self._block_bytes = _as_bytes(self.blocks)
-        self._slot_bytes = None if self.slots is None else _as_bytes(self.slots)
-        self._segment_bytes = None if self.segments is None else _as_bytes(self.segments)
+        self.layers: tuple[LayerMemory, ...] = tuple(
+            _layer(layer, LayerParts(blocks=in_blocks, slots=in_slots, segments=in_segments), own)
+            for layer, in_blocks, in_slots, in_segments in parts
+        )
+        # Copied by numpy, which asks no other thread to help.
+        self._block_bytes = self.blocks.numpy()
+        self._slot_bytes = None if self.slots is None else self.slots.numpy()
+        self._segment_bytes = None if self.segments is None else self.segments.numpy()
 
     def num_bytes(self, piece: Piece) -> int:
         return len(self._bytes_of(piece))
@@ -97,26 +103,37 @@ class DeviceMemory:
         if piece.segment == NO_BLOCK:
             return self._block_bytes[piece.block, :]
         if self._segment_bytes is None:
-            raise ValueError(f"a model without rings has no segment {piece.segment}")
+            raise ValueError(f"a model without state has no segment {piece.segment}")
         return self._segment_bytes[piece.segment, :]
 
 
-def _layer(memory: Tensor, layer: int) -> LayerKV:
-    return LayerKV(k_PBHD=memory[:, layer, 0], v_PBHD=memory[:, layer, 1])
+def _views(memory: Tensor | None, layout: ModelLayout, packing: Packing) -> list[dict[str, Tensor]]:
+    """Of each layer, its parts by name: [count, *shape], strided in the first dimension alone."""
+    views: list[dict[str, Tensor]] = [{} for _ in layout.layers]
+    if memory is not None:
+        for placed in packing.parts:
+            flat = memory[:, placed.offset : placed.end].view(_DTYPES[placed.part.dtype])
+            views[placed.layer][placed.part.name] = flat.view(len(flat), *placed.part.shape)
+    return views
 
 
-def _rings(state: StateLayout, slots: Tensor, segments: Tensor, own: Tensor) -> Iterator[LayerRing]:
-    for layer in range(state.num_layers):
-        is_stored = layer < state.num_stored
-        yield LayerRing(
-            slots=_layer(slots, layer),
-            segments=_layer(segments, layer) if is_stored else None,
-            own=LayerKV(k_PBHD=own[0], v_PBHD=own[1]),
-        )
+def _own_rows(layout: ModelLayout, max_rows: int, device: torch.device) -> LayerKV | None:
+    """A step's own rows, beside the rings. All layers share them."""
+    if layout.rings is None:
+        return None
+    shape = (1, 2, max_rows, layout.rings.num_kv_heads, layout.rings.head_dim)
+    return _kv(torch.empty(shape, dtype=_DTYPES[layout.rings.dtype], device=device))
 
 
-def _as_bytes(memory: Tensor) -> np.ndarray:
-    """uint8 [count, bytes of each], the same memory. Copied by numpy, which asks no other thread to help."""
-    count = memory.shape[0]
-    num_bytes = memory.nbytes // count
-    return memory.view(-1).view(torch.uint8).numpy().reshape(count, num_bytes)
+def _layer(layer: LayerLayout, parts: LayerParts, own: LayerKV | None) -> LayerMemory:
+    if not layer.is_attention:
+        return parts
+    if KV in parts.blocks:
+        return _kv(parts.blocks[KV])
+    assert own is not None, "a ring that the layout does not know of"
+    saved = parts.segments.get(RING)
+    return LayerRing(slots=_kv(parts.slots[RING]), segments=None if saved is None else _kv(saved), own=own)
+
+
+def _kv(rows_P2BHD: Tensor) -> LayerKV:
+    return LayerKV(k_PBHD=rows_P2BHD[:, 0], v_PBHD=rows_P2BHD[:, 1])

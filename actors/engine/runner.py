@@ -182,7 +182,7 @@ class ModelRunner:
         return self._on_device(np.array([s.store_from for s in sequences], dtype=np.int32))
 
     def _ring_rows(self, sequences: Sequence[SequenceStep]) -> RingRows:
-        block_size = self._memory.layout.blocks.block_size
+        block_size = self._memory.layout.block_size
         restores = [
             (i, s.start - age * block_size, segment)
             for i, s in enumerate(sequences)

@@ -115,12 +115,14 @@ class Scheduler:
         *,
         fingerprint: bytes = b"",
         rule: BoundaryRule | None = None,
+        snapshot_every: int = 1,
         stores: StoreView | None = None,
         drafts: Drafts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """fingerprint: what K/V depend on beside the tokens. rule: what a boundary needs beside blocks.
 
+        snapshot_every: see `Sharing`.
         The clock decides nothing: it only says how long requests wait.
         """
         self._config = config
@@ -131,7 +133,7 @@ class Scheduler:
         self._deferred = DeferredRelease(pools)
         self._drafts = drafts
         self._saves = Saves(pools, stores)
-        self._sharing = Sharing(pools, self._deferred, rule, self._saves)
+        self._sharing = Sharing(pools, self._deferred, rule, self._saves, snapshot_every=snapshot_every)
         self._fetches = Fetches(pools, rule, self._saves, stores)
         self._forks = Forks(pools, self._deferred)
         self._refusals = Refusals(

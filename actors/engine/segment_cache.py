@@ -75,6 +75,12 @@ class SegmentCache:
             entry.tier = _KEPT
             self._put(entry.segment)
 
+    def give_up(self, key: BlockKey) -> None:
+        """A later one has taken its place, if it was of no other use."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.tier != _KEPT:
+            self.detach(key)
+
     def touch(self, key: BlockKey) -> None:
         """Its block has been used."""
         if (entry := self._entries.get(key)) is not None:

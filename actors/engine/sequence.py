@@ -75,6 +75,8 @@ class Sequence:
     """Segments of the state there, for its first step."""
     segments_to_keep: frozenset[int] = frozenset()
     """Blocks whose segments are needed where somebody is likely to come back to its prompt."""
+    passing_state: BlockKey | None = None
+    """The block of its output whose segment is cached only until there is a later one."""
 
     sources: tuple[PrefixSource, ...] = field(init=False)
     """Stores that are said to have its blocks."""
@@ -206,7 +208,8 @@ class Sequence:
         """Lose all progress, and what it owns."""
         holding, self.holding = self.holding, Holding()
         self.num_planned = self.num_computed = self.num_shared_blocks = self.num_drafts = 0
-        self.resume, self.restore, self.lookup = Resume(), (), None
+        self.resume, self.restore = Resume(), ()
+        self.lookup = self.passing_state = None
         return holding
 
     def append(self, token: int) -> FinishReason | None:

@@ -38,14 +38,27 @@ class Sharing:
     Without state a hit ends wherever the cached blocks do. Sliding layers need segments beside them. These
     are captured at every boundary that a step comes past, as far as there are any to be had, and belong to
     the sequence until their block is cached.
+
+    Whole states are large, and one of them is enough: with `snapshot_every` not 1 they are captured where
+    somebody is likely to come back (the end of a prompt, a place where prompts part), at every so manieth
+    boundary (0: at no others), and on the way through an output, of which only the last remains.
     """
 
-    def __init__(self, pools: Pools, deferred: DeferredRelease, rule: BoundaryRule, saves: Saves) -> None:
+    def __init__(
+        self,
+        pools: Pools,
+        deferred: DeferredRelease,
+        rule: BoundaryRule,
+        saves: Saves,
+        *,
+        snapshot_every: int = 1,
+    ) -> None:
         self._pools = pools
         self._cache = pools.prefix_cache
         self._deferred = deferred
         self._rule = rule
         self._saves = saves
+        self._snapshot_every = snapshot_every
 
     def hit(self, sequence: Sequence) -> Hit:
         block_size = self._pools.block_size
@@ -53,16 +66,27 @@ class Sharing:
         return find_hit(self._cache, self._rule, keys)
 
     def is_growing(self, sequence: Sequence, hit: Hit, running: Iterable[Sequence]) -> bool:
-        """Whether a step that is planned, but not committed, computes the next block of it for another."""
-        block_size, i = self._pools.block_size, hit.num_matched
-        if i >= sequence.num_skippable // block_size:
+        """Whether a step that is planned, but not committed, computes the next block of it for another, or
+        captures state from which more of it can be taken up."""
+        block_size, matched = self._pools.block_size, hit.num_matched
+        is_longer = matched < sequence.num_skippable // block_size
+        if is_longer and any(self._computes(other, sequence, matched) for other in running):
+            return True
+        if self._snapshot_every == 1 or hit.resume.boundary == matched:
             return False
-        key = sequence.block_keys(i, i + 1, block_size)
         return any(
+            hit.resume.start <= i < matched and self._computes(other, sequence, i)
+            for other in running
+            for i in other.holding.segments
+        )
+
+    def _computes(self, other: Sequence, sequence: Sequence, i: int) -> bool:
+        """Whether a step in flight computes this block of a sequence for another."""
+        block_size = self._pools.block_size
+        return (
             other.may_share
             and other.num_shared_blocks <= i < min(other.num_planned, len(other.tokens)) // block_size
-            and other.block_keys(i, i + 1, block_size) == key
-            for other in running
+            and other.block_keys(i, i + 1, block_size) == sequence.block_keys(i, i + 1, block_size)
         )
 
     def admit(self, sequence: Sequence, hit: Hit, *, first_step: int) -> None:
@@ -102,7 +126,10 @@ class Sharing:
         passed = range(start // block_size, end // block_size)
         if not passed or not self._rule.num_segments or not sequence.may_share:
             return ()
-        lacking = [i for i in passed if i not in taken and not self._has_segment(sequence, i)]
+        wanted = {i for i in passed if self._is_lasting(sequence, i)}
+        if passed[-1] >= sequence.num_prompt // block_size:
+            wanted.add(passed[-1])  # where an output ends is known only when it has
+        lacking = [i for i in wanted if i not in taken and not self._has_segment(sequence, i)]
         lacking.sort(key=lambda i: (i not in sequence.segments_to_keep, -i))
         for i in lacking:
             segment = self._pools.claim_segment()
@@ -110,6 +137,13 @@ class Sharing:
                 break
             taken[i] = segment
         return tuple(((i + 1) * block_size, taken[i]) for i in passed if i in taken)
+
+    def _is_lasting(self, sequence: Sequence, block: int) -> bool:
+        """Whether its segment is of use once there is a later one."""
+        every = self._snapshot_every
+        if every == 1 or block in sequence.segments_to_keep:
+            return True
+        return every > 0 and block in self._rule.segments_at((block // every + 1) * every)
 
     def _has_segment(self, sequence: Sequence, block: int) -> bool:
         """Whether it is cached already, as far as the block's tokens are known."""
@@ -152,7 +186,16 @@ class Sharing:
             key = sequence.keys[i + 1]
             self._cache.segments.attach(key, segment, kept=i in sequence.segments_to_keep)
             self._cache.segments.unlock([segment])  # no step uses it any more
-            self._saves.note(Occasion.CACHED, (), [key])
+            if self._is_lasting(sequence, i):
+                self._saves.note(Occasion.CACHED, (), [key])
+            else:
+                self._replace_passing(sequence, key)
+
+    def _replace_passing(self, sequence: Sequence, key: BlockKey) -> None:
+        """It stays until there is a later one: for whoever goes on where the output ends, or is preempted."""
+        if sequence.passing_state is not None:
+            self._cache.segments.give_up(sequence.passing_state)
+        sequence.passing_state = key
 
     def end_turn(self, sequence: Sequence) -> None:
         """Whoever goes on with the conversation begins where it has come to."""
@@ -161,6 +204,7 @@ class Sharing:
             state = [path[i] for i in self._state_before(len(path))]
             for key in state:
                 self._cache.segments.keep(key)
+            self._saves.note(Occasion.CACHED, (), state)
             self._saves.note(Occasion.TURN_ENDED, path, state)
 
     def stop(self, sequence: Sequence) -> None:

@@ -153,6 +153,8 @@ class EngineKwargs(Section):
     """Where drafts of the next tokens come from. Not said: there are none."""
     num_draft_tokens: PositiveInt = _MODEL.num_draft_tokens
     """The most that a step verifies of a sequence."""
+    state_snapshot_every: Annotated[int, Field(ge=0)] = _MODEL.state_snapshot_every
+    """Blocks of a prompt between kept states of recurrent layers, beside its end's; 0 keeps no others."""
     require_kernels: bool = _MODEL.require_kernels
     """Refuse to start on the slow torch reference."""
 

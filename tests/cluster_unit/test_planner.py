@@ -60,6 +60,20 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 512,
 }
 
+QWEN3_NEXT_80B = {
+    "model_type": "qwen3_next",
+    "architectures": ["Qwen3NextForCausalLM"],
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+}
+
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
     file = folder / "config.json"
@@ -75,7 +89,7 @@ def test_qwen3_06b(tmp_path: Path) -> None:
     for memory_bytes, tokens in ((4 * GIB, 37_449), (40 * GIB, 374_491)):
         made = plan(tmp_path, QWEN3_06B, kv_cache_dtype="bfloat16", memory_bytes=memory_bytes)
         assert (made.bytes_per_token, made.most_tokens) == (114_688, tokens)
-        assert (made.footprint.bytes_per_slot, made.usable_slots) == (0, 0)
+        assert (made.footprint.layout.slots.num_bytes, made.usable_slots) == (0, 0)
     assert made.memory is not None
     assert made.memory.num_tokens == (40 * GIB // (128 * 114_688) - 1) * 128, "whole blocks, and one spare"
 
@@ -92,17 +106,19 @@ def test_deepseek_v4(tmp_path: Path) -> None:
     assert rings is not None
     assert (rings.bytes_per_row, rings.num_rows, rings.bytes_per_layer) == (528, 134, 134 * 528)
     assert (rings.num_stored, rings.stored_bytes) == (20, 1_415_040)
+    assert made.footprint.layout.stored_bytes == 1_415_040, "in front of what is not stored"
     assert [rows.rows_per_block for rows in made.footprint.paged] == [128 // 4, 128 // 4, 128 // 128]
-    assert made.footprint.bytes_per_block == 20 * (32 * 528 + 32 * 132 + 528)
+    assert made.footprint.layout.blocks.num_bytes == 20 * (32 * 528 + 32 * 132 + 528)
     assert made.usable_slots == 76, "floor(1.2 × 64)"
-    assert (made.footprint.rule.num_segments, made.footprint.rule.num_recomputed) == (2, 20)
+    assert (made.footprint.layout.rule.num_segments, made.footprint.layout.rule.num_recomputed) == (2, 20)
     sparse, heavy = 2 * 4 * 2 * 2 * (512 + 128) * 4, 128 * 2 * 512 * 4
     assert made.footprint.other_state_bytes == 20 * (sparse + heavy)
     slot = 40 * rings.bytes_per_layer + made.footprint.other_state_bytes
     assert made.memory is not None
     assert made.memory.state_bytes == 2 * 77 * slot, "and one that is never issued, and staging"
+    assert made.memory.segment_bytes == 20 * 128 * 528
     assert made.memory.num_blocks * made.memory.block_bytes + made.memory.num_segments * (
-        rings.bytes_per_segment
+        made.memory.segment_bytes
     ) <= (80 * GIB - made.memory.state_bytes)
 
 
@@ -111,9 +127,21 @@ def test_windows_are_state_and_not_blocks(tmp_path: Path) -> None:
     rings, row = made.footprint.rings, 2 * 2 * 32 * 4
     assert rings is not None and made.footprint.paged == ()
     assert (rings.num_rows, rings.bytes_per_layer, rings.num_stored) == (1000, 1000 * row, 3)
-    assert rings.bytes_per_segment == 3 * 128 * row
-    assert made.footprint.rule.num_segments == 8, "999 rows in blocks of 128"
+    assert made.footprint.layout.segments.num_bytes == 3 * 128 * row
+    assert made.footprint.layout.rule.num_segments == 8, "999 rows in blocks of 128"
     assert (made.bytes_per_token, made.most_tokens, made.usable_slots) == (0, None, 12)
+
+
+def test_three_of_four_layers_keep_a_whole_state(tmp_path: Path) -> None:
+    made = plan(tmp_path, QWEN3_NEXT_80B, kv_cache_dtype="bfloat16", max_model_len=32768)
+    matrices, inputs = 36 * 32 * 128 * 128 * 4, 36 * 3 * (2 * 16 + 32) * 128 * 4
+    assert made.bytes_per_token == 12 * 2 * 2 * 256 * 2
+    layout = made.footprint.layout
+    assert layout.slots.num_bytes == layout.segments.num_bytes == matrices + inputs
+    assert (layout.rule.num_segments, layout.can_rewind) == (1, False)
+    said = output(str(tmp_path), "--max-model-len", "32768")
+    assert "36 layers × 32 × 128 × 128 float32" in said
+    assert "one is the state at a boundary" in said
 
 
 def test_a_window_that_nothing_outgrows_is_in_blocks(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ class Bench:
     num_segments: int = 20
     rule: BoundaryRule | None = None
     """Instead of what these layers need."""
+    snapshot_every: int = 1
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_model_len: int = 300
@@ -109,6 +110,7 @@ class Bench:
             self.pools,
             fingerprint=self.fingerprint,
             rule=self.rule,
+            snapshot_every=self.snapshot_every,
             stores=self.view,
             drafts=self.drafts,
             clock=lambda: self.now,
@@ -205,5 +207,6 @@ def benches(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Bench]:
         eager=st.booleans(),
         window=st.sampled_from([None, 1, 5, 9]),
         num_dropped=st.integers(0, 2),
+        snapshot_every=st.sampled_from([1, 1, 0, 2]),
         **more,
     )

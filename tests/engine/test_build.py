@@ -14,12 +14,15 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.fingerprint import digest_content, digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
+from shoal.actors.engine.models.decoder_config import load_config
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.messages import EngineRequest, FinishReason, IngressId, RequestId, SamplingParams
+from shoal.cluster.footprint import Limits, footprint
+from shoal.kernels.backend import LayerKV
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.boundary import BoundaryRule
-from tests.checkpoints import tiny_llama, tiny_mistral
+from tests.checkpoints import tiny_library, tiny_llama, tiny_mistral
 
 MIB = 1 << 20
 
@@ -63,7 +66,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_engine_with_rings_has_slots_and_segments_within_its_memory(windowed: Path) -> None:
     built = build.build_engine(a_config(windowed, max_num_seqs=4, num_dropped_layers=1))
     memory, layout = built.memory, built.layout
-    assert layout.has_ring == (True, True) and layout.state is not None
+    assert layout.rings is not None and layout.rings.num_layers == 2
     assert layout.rule == BoundaryRule(num_segments=2, num_recomputed=2)
     row = 2 * 2 * 16 * 4  # K and V, 2 heads of 16 floats
     assert memory.state_bytes == 2 * 5 * 2 * 24 * row, "staging too, floor(1.2 * 4) + 1 slots, 2 rings of 24"
@@ -199,11 +202,11 @@ def test_a_rehearsal_computes_its_layers_as_the_model_does(tmp_path: Path) -> No
             num_layers=num_layers,
         )
         runner.prepare(plan)()
-        return memory.blocks
+        return torch.stack([layer.k_PBHD for layer in memory.layers if isinstance(layer, LayerKV)])
 
     one, both = rows_written(1), rows_written(2)
-    assert torch.equal(one[:, 0], both[:, 0]) and one[:, 0].any()
-    assert both[:, 1].any() and not one[:, 1].any(), "and computes no others"
+    assert torch.equal(one[0], both[0]) and one[0].any()
+    assert both[1].any() and not one[1].any(), "and computes no others"
 
 
 def test_a_build_says_what_took_how_long(tmp_path: Path) -> None:
@@ -240,8 +243,9 @@ def test_an_engine_that_drafts_has_room_for_it_and_takes_up_what_one_that_does_n
     assert plain.scheduler.draft_counts().num_drafts == 0
 
 
-def test_a_model_that_cannot_take_drafts_back_has_none(windowed: Path) -> None:
-    layout = replace(build.build_engine(a_config(windowed)).layout, can_rewind=False)
-    layout.check_drafts(0)
-    with pytest.raises(ValueError, match="speculative: the model"):
-        layout.check_drafts(1)
+def test_a_model_that_cannot_take_drafts_back_refuses_them(tmp_path: Path) -> None:
+    checkpoint = tiny_library("Lfm2Config", tmp_path)
+    with pytest.raises(ValueError, match="speculative: the model's recurrent layers"):
+        build.build_engine(a_config(checkpoint, speculative="ngram"))
+    with pytest.raises(ValueError, match="speculative: the model's recurrent layers"):
+        footprint(load_config(checkpoint), Limits(max_model_len=64, block_size=16, num_draft_tokens=5))

@@ -263,3 +263,88 @@ def test_28_29_prompts_that_overlap_in_a_tiny_pool_lose_and_count_nothing_twice(
             assert pools.num_available_segments == pools.segments.num_usable
             assert pools.slots is not None and pools.slots.num_free == pools.slots.num_usable
     assert bench.drained()
+
+
+def test_a_whole_state_is_kept_where_somebody_is_likely_to_come_back() -> None:
+    """The last row is all the state that there is, and so one segment is enough."""
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0)
+    assert bench.rule == BoundaryRule(num_segments=1)
+    bench.serve("first", PROMPT)
+    assert segments_of(bench, PROMPT) == [5], "where the prompt ends"
+    assert bench.serve("again", PROMPT) == 24
+    assert bench.serve("parts after three blocks", [*PROMPT[:13], 1, 2]) == 0
+    assert segments_of(bench, PROMPT) == [2, 5]
+    assert bench.serve("parts there again", [*PROMPT[:13], 3, 4]) == 12
+
+
+def test_a_whole_state_is_kept_at_every_so_manieth_boundary() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
+    bench.serve("first", [*PROMPT, *PROMPT])
+    assert segments_of(bench, [*PROMPT, *PROMPT]) == [1, 3, 5, 7, 9, 11]
+    assert bench.serve("parts after three blocks", [*PROMPT[:13], 1, 2]) == 8
+
+
+def test_of_the_states_that_an_output_comes_past_the_last_remains() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0)
+    bench.serve("turn 1", PROMPT, max_tokens=15)
+    longer = [*PROMPT, *bench.tokens["turn 1"], 1, 2, 3]
+    assert segments_of(bench, longer) == [5, 9], "of blocks 6 to 9, which the output filled"
+    assert bench.serve("turn 2", longer) == 40, "of 41 tokens that were computed"
+    assert bench.drained()
+
+
+def test_41_who_is_preempted_goes_on_from_the_last_state_of_its_output() -> None:
+    bench = Bench(
+        window=2, block_size=16, num_blocks=8, max_num_batched_tokens=64, max_num_seqs=2, snapshot_every=0
+    )
+    for name, prompt in (("elder", list(range(34))), ("younger", list(range(100, 135)))):
+        bench.submit(a_request(name, prompt, max_tokens=30))
+    bench.finish()
+    assert bench.scheduler.num_preemptions > 0
+    starts = [s.start for s in steps_of(bench, 2) if s.known_tokens]
+    assert starts[1] >= 32
+    assert bench.tokens["younger"] == generate(list(range(100, 135)), 30)
+    assert bench.drained()
+
+
+def test_of_many_that_share_a_prefix_and_come_together_two_compute_it() -> None:
+    """The first knows of no parting. The second has its state captured, and the others wait for that."""
+    bench = Bench(
+        window=2,
+        num_blocks=60,
+        num_segments=60,
+        max_num_seqs=5,
+        max_num_batched_tokens=100,
+        snapshot_every=0,
+    )
+    for i in range(5):
+        bench.submit(a_request(f"{i}", [*PROMPT[:20], 7 + i, *PROMPT[:8]], max_tokens=2))
+    bench.finish()
+    assert [bench.cached[f"{i}"] for i in range(5)] == [0, 0, 20, 20, 20]
+    assert bench.drained()
+
+
+def test_what_is_computed_of_an_output_again_keeps_one_state_of_it() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0, max_num_batched_tokens=64)
+    bench.submit(a_request("it", PROMPT, max_tokens=20))
+    while len(bench.tokens["it"]) < 15:
+        bench.step()
+    (sequence,) = bench.scheduler._running
+    bench.engine.reset_prefix_cache()
+    bench.scheduler._preempt(sequence)
+    bench.finish()
+    again = next(s for s in steps_of(bench, 1)[1:] if s.start == 0)
+    assert [boundary for boundary, _ in again.captures] == [24, again.end // 4 * 4]
+    assert bench.tokens["it"] == generate(PROMPT, 20)
+    assert bench.drained()
+
+
+def test_25_blocks_whose_state_is_gone_give_a_shorter_hit() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
+    bench.serve("first", PROMPT)
+    assert segments_of(bench, PROMPT) == [1, 3, 5]
+    bench.pools.prefix_cache.segments.detach(bench.keys(PROMPT)[5])
+    assert bench.serve("again", PROMPT) == 16
+    for key in bench.keys(PROMPT):
+        bench.pools.prefix_cache.segments.detach(key)
+    assert bench.serve("and again", PROMPT) == 0

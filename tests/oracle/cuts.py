@@ -2,26 +2,30 @@
 
     python -m tests.oracle.cuts NAME ...
 
-compares, for each of these models, the bits of the logits after each cut with those of an engine that has
-seen nothing. Without a name it says which there are.
+compares, for each of these models, the logits after each cut with those of an engine that has seen nothing:
+their bits, or on the library path themselves, within a tolerance. Without a name it says which there are.
 """
 
 import random
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from shoal.actors.engine.build import LoadedModel, load_model
+from shoal.actors.engine.model_layout import ModelLayout
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, StoreId
 from shoal.kernels.cpu import CpuBackend
-from tests.checkpoints import gemma3_270m, smollm2, tiny_gemma3, tiny_gpt_oss, tiny_mistral
+from tests.checkpoints import gemma3_270m, smollm2, tiny_gemma3, tiny_gpt_oss, tiny_library, tiny_mistral
 from tests.fake_store import OTHER, OWN, Stores
-from tests.oracle.recording import Recording, Served, Setup, greedy, serve
+from tests.oracle.recording import Recording, Served, Setup, digest, greedy, serve
 
 AFTER = 32
 """Positions after a cut whose logits are compared."""
@@ -44,6 +48,9 @@ class Subject:
     num_blocks: int
     """Of the prompt."""
     num_dropped: int = 0
+    tolerance: float = 0.0
+    """Of logits; 0 compares their bits."""
+    snapshot_every: int = 1
 
     def __post_init__(self) -> None:
         assert self.block_size >= AFTER
@@ -56,23 +63,27 @@ class Subject:
             num_blocks=2 * self.num_blocks + 4 * NUM_OTHERS,
             max_model_len=(self.num_blocks + 2) * self.block_size,
             num_dropped_layers=self.num_dropped,
+            snapshot_every=self.snapshot_every,
             prefix_cache="radix",
         )
 
     @property
     def num_rings(self) -> int:
-        return sum(window is not None for window in self.loaded.config.windows)
+        return self._layout.rings.num_layers if self._layout.rings else 0
 
     @property
     def num_recomputed(self) -> int:
         """Tokens before a boundary."""
-        layout = self.loaded.layout(
+        return self._layout.rule.num_recomputed * self.block_size
+
+    @property
+    def _layout(self) -> ModelLayout:
+        return self.loaded.layout(
             block_size=self.block_size,
             dtype="float32",
             max_model_len=self.setup.max_model_len,
             num_dropped_layers=self.num_dropped,
         )
-        return layout.rule.num_recomputed * self.block_size
 
     def tokens(self, seed: int, length: int) -> list[int]:
         choose = random.Random(seed)
@@ -86,6 +97,24 @@ class Subject:
         ]
 
 
+@dataclass
+class Logits:
+    """Of every position that was looked at: their bits, or with a tolerance themselves."""
+
+    tolerance: float
+    of: dict[SequenceId, dict[int, bytes | Tensor]] = field(default_factory=lambda: defaultdict(dict))
+
+    def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
+        ours = logits.clone() if self.tolerance else digest(logits)
+        earlier = self.of[sequence].setdefault(position, ours)
+        assert self.agree(earlier, ours), f"position {position} was computed twice, with other logits"
+
+    def agree(self, a: bytes | Tensor | None, b: bytes | Tensor) -> bool:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return bool((a - b).abs().max() < self.tolerance)
+        return a == b
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     boundary: int
@@ -93,7 +122,7 @@ class Cut:
     num_cached: int
     num_expected: int
     wrong: tuple[int, ...]
-    """Positions from the boundary on whose logits have other bits than when nothing was cached."""
+    """Positions from the boundary on whose logits are others than when nothing was cached."""
 
     @property
     def right(self) -> bool:
@@ -106,11 +135,13 @@ class Cuts:
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
         self._prompt = subject.tokens(0, subject.num_blocks * subject.block_size + AFTER)
-        cold = replace(subject.setup, prefix_cache="naive")
-        self._cold = serve(subject.loaded, cold, [greedy("it", self._prompt, 1)]).digests[SequenceId(1)]
+        cold, logits = replace(subject.setup, prefix_cache="naive"), Logits(subject.tolerance)
+        serve(subject.loaded, cold, [greedy("it", self._prompt, 1)], look=logits.look)
+        self._cold = logits.of[SequenceId(1)]
 
     def of(self, place: Place) -> Iterator[Cut]:
         """All of them, in one engine, whose blocks, slots and segments hold what others have left there."""
+        self._logits = Logits(self._subject.tolerance)
         served, source = self._engine_and_source(place)
         for i in range(1, self._subject.num_blocks + 1):
             boundary = i * self._subject.block_size
@@ -139,19 +170,20 @@ class Cuts:
         return first, OWN if place is Place.OWN_STORE else None
 
     def _engine(self, stores: Stores) -> Served:
-        served = Served(self._subject.loaded, self._subject.setup, watch=(), stores=stores)
+        subject, look = self._subject, self._logits.look
+        served = Served(subject.loaded, subject.setup, watch=(), look=look, stores=stores)
         served.serve(self._subject.others)
         return served
 
     def _cut(self, boundary: int, recording: Recording, request: EngineRequest, sequence: SequenceId) -> Cut:
         """What is cached of a boundary so near that it must be computed again from the start is of no use."""
-        ours = recording.digests[sequence]
+        ours = self._logits.of[sequence]
         positions = range(boundary, boundary + AFTER)
         return Cut(
             boundary=boundary,
             num_cached=recording.num_cached_tokens[request.request_id],
             num_expected=max(0, boundary - self._subject.num_recomputed),
-            wrong=tuple(p for p in positions if ours.get(p) != self._cold[p]),
+            wrong=tuple(p for p in positions if not self._logits.agree(ours.get(p), self._cold[p])),
         )
 
 
@@ -163,9 +195,22 @@ def _mistral(window: int, block_size: int, scratch: Path) -> Subject:
     return _subject(checkpoint, block_size, max(8, 5 * window // block_size + 1))
 
 
-def _subject(checkpoint: Path, block_size: int, num_blocks: int) -> Subject:
+def _subject(checkpoint: Path, block_size: int, num_blocks: int, *, tolerance: float = 0.0) -> Subject:
     loaded = load_model(checkpoint, CpuBackend(2), max_model_len=(num_blocks + 2) * block_size)
-    return Subject(loaded=loaded, block_size=block_size, num_blocks=num_blocks)
+    return Subject(loaded=loaded, block_size=block_size, num_blocks=num_blocks, tolerance=tolerance)
+
+
+def _recurrent(config: str, scratch: Path) -> Subject:
+    return _subject(tiny_library(config, scratch), 32, 8, tolerance=1e-4)
+
+
+RECURRENT = {
+    "qwen3-next": "Qwen3NextConfig",
+    "qwen3.5": "Qwen3_5TextConfig",
+    "granite": "GraniteMoeHybridConfig",
+    "nemotron": "NemotronHConfig",
+    "lfm2": "Lfm2Config",
+}
 
 
 SUBJECTS: dict[str, Callable[[Path], Subject]] = {
@@ -173,6 +218,7 @@ SUBJECTS: dict[str, Callable[[Path], Subject]] = {
     "mistral-512": partial(_mistral, 512, 64),
     "gemma3": lambda scratch: _subject(tiny_gemma3(scratch), 32, 8),
     "gpt-oss": lambda scratch: _subject(tiny_gpt_oss(scratch, num_hidden_layers=6), 32, 8),
+    **{name: partial(_recurrent, config) for name, config in RECURRENT.items()},
     "smollm2": lambda _: _subject(smollm2(), 128, 8),
     "gemma3-270m": lambda _: _subject(gemma3_270m(), 128, 21),
 }

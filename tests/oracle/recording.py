@@ -97,9 +97,13 @@ class Recording:
     drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def look(self, sequence: SequenceId, position: int, logits: Tensor) -> None:
-        digest = hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).digest()
-        earlier = self.digests[sequence].setdefault(position, digest)
-        assert earlier == digest, f"position {position} was computed twice, with other bits"
+        bits = digest(logits)
+        earlier = self.digests[sequence].setdefault(position, bits)
+        assert earlier == bits, f"position {position} was computed twice, with other bits"
+
+
+def digest(logits: Tensor) -> bytes:
+    return hashlib.blake2b(logits.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ class Setup:
     num_dropped_layers: int = 0
     drafts: Drafts | None = None
     num_draft_tokens: int = 0
+    snapshot_every: int = 1
 
 
 class Served:
@@ -149,7 +154,7 @@ class Served:
             num_dropped_layers=setup.num_dropped_layers,
             num_draft_tokens=setup.num_draft_tokens,
         )
-        num_slots = num_state_slots(setup.max_num_seqs) if layout.state else 0
+        num_slots = num_state_slots(setup.max_num_seqs) if layout.slots.num_bytes else 0
         memory = DeviceMemory(
             layout,
             num_blocks=setup.num_blocks,
@@ -176,18 +181,19 @@ class Served:
             block_size=setup.block_size,
             num_rows=config.num_rows,
             num_slots=num_slots,
-            num_segments=setup.num_blocks if layout.segment_bytes else 0,
+            num_segments=setup.num_blocks if layout.segments.num_bytes else 0,
             cache=setup.prefix_cache,
         )
         store_view = replace(
             view(),
-            bytes_per_block=layout.blocks.bytes_per_block,
-            bytes_per_segment=layout.segment_bytes,
+            bytes_per_block=layout.blocks.num_bytes,
+            bytes_per_segment=layout.segments.num_bytes,
         )
         self._scheduler = Scheduler(
             config,
             pools,
             rule=layout.rule,
+            snapshot_every=setup.snapshot_every,
             stores=store_view if stores else None,
             drafts=setup.drafts,
         )

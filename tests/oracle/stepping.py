@@ -10,7 +10,7 @@ from torch import Tensor
 from shoal.actors.engine.build import DEVICE, LoadedModel
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.models.decoder import Decoder
-from shoal.kernels.backend import Backend, LayerRing, RingRows, Rows
+from shoal.kernels.backend import Backend, LayerKV, LayerRing, RingRows, Rows
 from shoal.kvstore.boundary import BoundaryRule
 from shoal.kvstore.layout import KVDtype
 
@@ -20,11 +20,15 @@ Copy = tuple[int, int, int]
 """(sequence, boundary, segment)"""
 
 
+POISON = 0xFF
+"""Bytes of it are NaN in every type of floats."""
+
+
 def poison(memory: DeviceMemory) -> None:
     """A row that no step wrote is seen in every logit after it."""
     for tensor in (memory.blocks, memory.slots, memory.segments):
         if tensor is not None:
-            tensor.fill_(float("nan"))
+            tensor.fill_(POISON)
     for layer in memory.layers:
         if isinstance(layer, LayerRing):
             layer.own.k_PBHD.fill_(float("nan"))
@@ -84,7 +88,8 @@ class Pages:
 
     @property
     def num_rings(self) -> int:
-        return sum(self._memory.layout.has_ring)
+        rings = self._memory.layout.rings
+        return 0 if rings is None else rings.num_layers
 
     def take_up(self, sequence: int, *, start: int, boundary: int, without: int | None = None) -> None:
         """Forget what the sequence has in its slot, and its rows from position `boundary` on.
@@ -95,9 +100,12 @@ class Pages:
         for block, first in zip(
             self._table_SN[sequence].tolist(), range(0, 1 << 30, self.block_size), strict=False
         ):
-            self._memory.blocks[block, :, :, max(0, boundary - first) :] = float("nan")
+            for layer in self._memory.layers:
+                if isinstance(layer, LayerKV):
+                    layer.k_PBHD[block, max(0, boundary - first) :] = float("nan")
+                    layer.v_PBHD[block, max(0, boundary - first) :] = float("nan")
         if self._memory.slots is not None:
-            self._memory.slots[sequence + 1] = float("nan")
+            self._memory.slots[sequence + 1] = POISON
         self._store_from_S[sequence], self._valid_from_S[sequence] = boundary, start
         self._restores += [
             (sequence, (i + 1) * self.block_size, self._segment(sequence, i))

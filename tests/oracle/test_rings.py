@@ -23,7 +23,7 @@ from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_mistral, tiny_qwen3
 from tests.kernels.helpers import same_bits
 from tests.oracle.recording import Served, Setup, greedy, serve
-from tests.oracle.stepping import Pages, poison
+from tests.oracle.stepping import POISON, Pages, poison
 from tests.oracle.stepping import Piece as Chunk
 
 BACKEND = CpuBackend(2)
@@ -248,7 +248,7 @@ def test_a_runner_takes_up_what_another_has_saved(
         got = there.logits(*steps)[first:][again * BLOCK :]
         assert same_bits(got[: end - boundary * BLOCK], expected[boundary * BLOCK :])
     unsaved = [b for b in range(1, there.num_blocks) if b not in moved.values()]
-    assert there.memory.segments is not None and there.memory.segments[unsaved].isnan().all()
+    assert there.memory.segments is not None and (there.memory.segments[unsaved] == POISON).all()
 
 
 class Machine:
@@ -300,7 +300,8 @@ class Machine:
 
     def num_bytes(self, pieces: Sequence[Piece]) -> int:
         layout, num_blocks = self.memory.layout, sum(piece.block != NO_BLOCK for piece in pieces)
-        return num_blocks * layout.blocks.bytes_per_block + (len(pieces) - num_blocks) * layout.segment_bytes
+        num_segments = len(pieces) - num_blocks
+        return num_blocks * layout.blocks.num_bytes + num_segments * layout.segments.num_bytes
 
 
 @pytest.mark.parametrize(("name", "dropped"), [("mistral of 8", 3), ("mistral of 64", 1), ("qwen3 of 24", 1)])

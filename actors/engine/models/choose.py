@@ -22,10 +22,15 @@ PROVEN_IN_LIBRARY = (
     "DeepseekV3ForCausalLM",
     "GPT2LMHeadModel",
     "GPTNeoXForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "Lfm2ForCausalLM",
+    "NemotronHForCausalLM",
     "Olmo2ForCausalLM",
     "OPTForCausalLM",
     "Phi3ForCausalLM",
     "PhiForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
     "Starcoder2ForCausalLM",
 )
 """Those whose logits the oracle tests compare; others prove themselves when they are loaded."""
@@ -42,7 +47,7 @@ def model_config(hf: "PretrainedConfig") -> DecoderConfig | LibraryConfig:
     except UnsupportedModel as error:
         raise UnsupportedModel(
             f"{error} is not supported; supported: {', '.join(LEAN_ARCHITECTURES)} exactly, and within a "
-            "tolerance other text decoders of transformers whose only state is attention: "
+            "tolerance other text decoders of transformers: "
             f"{', '.join(PROVEN_IN_LIBRARY)} and more"
         ) from error
 

@@ -6,25 +6,29 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
+from shoal.actors.engine.model_layout import ModelLayout
+from shoal.kernels.backend import Backend, LayerMemory, Rows
+from shoal.kvstore.layout import KVDtype
 
 
 class ModelShape(Protocol):
-    """What decides how wide logits are and how many bytes a token's keys and values take."""
-
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """Of each layer: positions that a token sees, if only its last rows need be kept; None is all."""
+    def layout(
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
+    ) -> ModelLayout:
+        """What the layers keep of a sequence. dtype: of keys and values.
+
+        Raises ValueError, for the operator to read, if there are fewer layers that could be dropped.
+        """
         ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
 
 class Weights(Protocol):
@@ -36,11 +40,12 @@ class Decoder(Protocol):
     """Computes a step's packed rows. What a call returns may be overwritten by the next."""
 
     def hidden_states(
-        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerMemory, ...]
     ) -> Tensor:
-        """float32 [T, hidden_size] that `logits` understands; stores every row's K/V on the way.
+        """float32 [T, hidden_size] that `logits` understands; keeps of every row what layers keep on the way.
 
-        kv: of every layer. The lean decoder computes only the first layers if there are fewer.
+        kv: of every layer, as the model's layout has it. The lean decoder computes only the first layers if
+        there are fewer.
 
         token_ids_T: T at most the `max_rows` it was made for. No tensor, since torch lets go of the GIL with
         every operation and every tensor that ends: the engine's thread, which has just heard of the step

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from shoal.actors.engine.model_layout import ModelLayout, model_layout
+from shoal.kvstore.layout import KVDtype
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -54,6 +57,26 @@ class DecoderConfig:
     branch_norms: bool = False
     """What attention and the MLP make of a token is normed before it is added."""
     embedding_scale: float = 1.0
+
+    def layout(
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
+    ) -> ModelLayout:
+        return model_layout(
+            self.windows,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_dropped_layers=num_dropped_layers,
+            num_draft_tokens=num_draft_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.actors.engine.models.decoder_config import DecoderConfig
 from shoal.actors.engine.models.lean_weights import DecoderWeights, Layer, Mixture
-from shoal.kernels.backend import Backend, LayerKV, LayerRing, Linear, Rotary, Rows, Tape
+from shoal.kernels.backend import Backend, LayerMemory, LayerParts, LayerRing, Linear, Rotary, Rows, Tape
 
 
 class LeanDecoder:
@@ -40,7 +40,7 @@ class LeanDecoder:
         self._weights = weights
         self._rotaries = rotaries
         self._backend = backend
-        self._recorded: tuple[tuple[LayerKV | LayerRing, ...], Callable[[Rows], None]] | None = None
+        self._recorded: tuple[tuple[LayerMemory, ...], Callable[[Rows], None]] | None = None
 
         def buffer(rows: int, columns: int) -> Tensor:
             return torch.empty(rows, columns, dtype=torch.float32, device=rotaries[0].cos.device)
@@ -55,7 +55,7 @@ class LeanDecoder:
         self._logits = buffer(max_logits, config.vocab_size)
 
     def hidden_states(
-        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerMemory, ...]
     ) -> Tensor:
         """Hidden states before the final norm, float32 [T, hidden_size]; stores every row's K/V on the way.
 
@@ -68,7 +68,7 @@ class LeanDecoder:
         self._recorded[1](rows)
         return self._residual[:num_rows]
 
-    def _layers(self, tape: Tape, kv: tuple[LayerKV | LayerRing, ...]) -> None:
+    def _layers(self, tape: Tape, kv: tuple[LayerMemory, ...]) -> None:
         """The model, or as many of its first layers as `kv` has, on all rows of the buffers: a step of fewer
         rows computes its own."""
         config, x, normed = self._config, self._residual, self._normed
@@ -87,6 +87,7 @@ class LeanDecoder:
                 tape.rms_norm(q_THD, layer.q_norm_D, config.rms_norm_eps, q_THD)
                 tape.rms_norm(k_THD, layer.k_norm_D, config.rms_norm_eps, k_THD)
             tape.rotate(qk_THD, rotary)
+            assert not isinstance(layer_kv, LayerParts), "a layer that does not attend on the lean path"
             if isinstance(layer_kv, LayerRing):
                 tape.restore(layer_kv)
             tape.store(k_THD, v_THD, layer_kv)

@@ -6,6 +6,7 @@ with positions and scales is its own affair, and no configuration tells all of i
 itself when it is loaded.
 """
 
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from shoal.actors.engine.models.decoder_config import UnsupportedModel
+from shoal.actors.engine.device_memory import DeviceMemory
+from shoal.actors.engine.model_layout import LayerLayout, ModelLayout, model_layout
+from shoal.actors.engine.models.decoder_config import LAYER_TYPES, UnsupportedModel
 from shoal.actors.engine.models.library_config import LibraryConfig
 from shoal.actors.engine.models.library_modules import Given, num_bytes, pin_ropes, swap_modules
-from shoal.kernels.backend import Backend, LayerKV, LayerRing, Rows
+from shoal.actors.engine.models.library_recurrence import StatefulStep, swap_mixers
+from shoal.actors.engine.models.library_state import convolution, recurrent
+from shoal.kernels.backend import Backend, LayerKV, LayerMemory, RecurrentRows, RingRows, Rows
+from shoal.kvstore.layout import KVDtype, Part
 
 ATTENTION = "shoal_paged"
 """Our name in transformers' registries of attention functions and of masks."""
@@ -27,13 +33,9 @@ ATTENTION = "shoal_paged"
 PROOF_TOKENS, PROOF_TOLERANCE = 24, 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What our attention must know of the step that a model computes at the moment."""
-
-    backend: Backend
-    rows: Rows
-    kv: tuple[LayerKV | LayerRing, ...]
+@dataclass(frozen=True)
+class Step(StatefulStep):
+    """What our attention and recurrences must know of the step that a model computes at the moment."""
 
     def attend(
         self, layer: int, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, *, scale: float, window: int | None
@@ -53,6 +55,8 @@ class Measure:
 
     heads: dict[int, int] = field(default_factory=dict)
     """Key/value heads of each layer that attended."""
+    states: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    """What each recurrent layer is to keep."""
     head_size: int = 0
     windows: set[int | None] = field(default_factory=set)
     mask_windows: set[int | None] = field(default_factory=set)
@@ -68,8 +72,29 @@ class Measure:
         self.head_size = max(self.head_size, k_THD.shape[2], v_THD.shape[2])
         return torch.zeros(*q_THD.shape[:2], v_THD.shape[2])
 
-    def check(self, layer_types: set[str]) -> None:
-        if sorted(self.heads) != list(range(len(self.heads))) or len(set(self.heads.values())) != 1:
+    def convolve(self, layer: int, x_TC: Tensor, weight_CK: Tensor) -> Tensor:
+        self._note(layer, convolution(*weight_CK.shape))
+        return x_TC.clone()
+
+    def recur(self, layer: int, x: RecurrentRows) -> Tensor:
+        (_, heads, value_size), key_size = x.v_THV.shape, x.k_THK.shape[2]
+        self._note(layer, recurrent(heads, key_size, value_size))
+        return x.v_THV.clone()
+
+    def _note(self, layer: int, part: Part) -> None:
+        noted = self.states.get(layer, ())
+        if part.name in {other.name for other in noted}:
+            raise UnsupportedModel(f"a layer with two states that are {part.name}")
+        self.states[layer] = (*noted, part)
+
+    def check(self, layer_types: set[str], kept: Sequence[LayerLayout | None]) -> None:
+        """kept: what a configuration says of each layer, if it says that not all attend."""
+        if kept:
+            self._check_states(kept)
+            layer_types = layer_types & set(LAYER_TYPES)
+        elif self.states or sorted(self.heads) != list(range(len(self.heads))):
+            raise UnsupportedModel("layers that do not attend")
+        if len(set(self.heads.values())) != 1:
             raise UnsupportedModel(f"layers of different key/value heads: {self.heads}")
         # Some classes put a window, or chunks, into the mask alone; our attention reads no masks.
         if layer_types:  # and some make masks that no layer uses
@@ -79,6 +104,12 @@ class Measure:
             agree = not self.mask_windows or self.windows <= self.mask_windows <= self.windows | {None}
         if not agree:
             raise UnsupportedModel("attention that is not told of a window that its mask has")
+
+    def _check_states(self, kept: Sequence[LayerLayout | None]) -> None:
+        for layer, what in enumerate(kept):
+            said = () if what is None else what.slots
+            if self.states.get(layer, ()) != said or (layer in self.heads) is not (what is None):
+                raise UnsupportedModel(f"layer {layer} keeps {self.states.get(layer)}, not {said}")
 
 
 _step: ContextVar[Step | Measure] = ContextVar("step")
@@ -129,15 +160,32 @@ class LibraryModel:
     head: nn.Module
     given: Given
     vocab_size: int
-    num_layers: int
+    kept: tuple[LayerLayout | None, ...]
+    """What each layer keeps beside keys and values; None attends."""
     num_kv_heads: int
     head_dim: int
     num_bytes: int
 
-    @property
-    def windows(self) -> tuple[int | None, ...]:
-        """All paged: which layers have a window is known to their attention alone, when it is called."""
-        return (None,) * self.num_layers
+    def layout(
+        self,
+        *,
+        block_size: int,
+        dtype: KVDtype,
+        max_model_len: int,
+        num_dropped_layers: int = 0,
+        num_draft_tokens: int = 0,
+    ) -> ModelLayout:
+        """Attention is all paged: which layers have a window is known to it alone, when it is called."""
+        return model_layout(
+            self.kept,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            num_dropped_layers=num_dropped_layers,
+            num_draft_tokens=num_draft_tokens,
+        )
 
     @classmethod
     @torch.inference_mode()
@@ -167,6 +215,7 @@ class LibraryModel:
             pin_ropes(model, max_model_len)
             expected = _own_logits(model)
             model.set_attn_implementation(ATTENTION)
+            swap_mixers(model.base_model, _step.get)
             loaded = cls._in_halves(model, config)
             loaded._prove(backend, expected)
         except (UnsupportedModel, AttributeError, KeyError, TypeError, RuntimeError, ValueError) as error:
@@ -179,7 +228,7 @@ class LibraryModel:
         layers, measure = model.base_model, Measure()
         nothing = torch.zeros(1, dtype=torch.int64)
         given = Given(type(_forward(layers, nothing, nothing, measure)))
-        measure.check(set(getattr(model.config, "layer_types", None) or ()))
+        measure.check(set(getattr(model.config, "layer_types", None) or ()), config.layers)
         size = num_bytes(model)
         setattr(model, model.base_model_prefix, given)
         return cls(
@@ -187,33 +236,83 @@ class LibraryModel:
             head=model,
             given=given,
             vocab_size=config.vocab_size,
-            num_layers=len(measure.heads),
-            num_kv_heads=measure.heads[0],
+            kept=config.layers or (None,) * len(measure.heads),
+            num_kv_heads=next(iter(measure.heads.values())),
             head_dim=-(-measure.head_size // 16) * 16,
             num_bytes=size,
         )
 
     def _prove(self, backend: Backend, expected: Tensor) -> None:
-        """Two sequences in one batch and in chunks must have the logits that each has by itself."""
+        """Two sequences in one batch and in chunks must have the logits that each has by itself.
+
+        So must one that is taken up in its middle, from what was kept of it there, in another's slot.
+        """
         size, half = PROOF_TOKENS, PROOF_TOKENS // 2
-        pool = torch.zeros(2, self.num_layers, 2, size, self.num_kv_heads, self.head_dim)
-        kv = tuple(LayerKV(k_PBHD=pool[:, i, 0], v_PBHD=pool[:, i, 1]) for i in range(self.num_layers))
+        memory = self._memory_for(2 * size // half + 1)
         decoder = LibraryDecoder(self, backend, max_rows=2 * size, max_logits=2 * size)
-        tokens = _proof_tokens(self.vocab_size)
-        got = torch.empty_like(expected)
-        for chunk in (
-            [(0, p) for p in range(half)],
-            [*((1, p) for p in range(size - 1)), (0, half)],
-            [(1, size - 1), *((0, p) for p in range(half + 1, size))],
-        ):
-            sequence_T, position_T = torch.tensor(chunk, dtype=torch.int32).T.contiguous()
-            table = torch.tensor([[0], [1]], dtype=torch.int32)
-            rows = Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table)
-            hidden = decoder.hidden_states(tokens[sequence_T, position_T].numpy(), rows, kv)
-            got[sequence_T, position_T] = decoder.logits(hidden)
-        error = float((got - expected).abs().max() / expected.abs().max())
-        if not error < PROOF_TOLERANCE:
-            raise UnsupportedModel(f"over paged keys and values its logits are off by {error:.1e}")
+        tokens, got = _proof_tokens(self.vocab_size), torch.empty_like(expected)
+
+        def compute(
+            *pieces: tuple[int, int, int], slots: tuple[int, int] = (1, 2), restore: bool = False
+        ) -> None:
+            where = _proof_rows(pieces, slots, half, restore=restore)
+            at = where.sequence_T, where.position_T
+            hidden = decoder.hidden_states(tokens[at].numpy(), where, memory.layers)
+            got[at] = decoder.logits(hidden)
+
+        compute((0, 0, half))
+        compute((1, 0, size - 1), (0, half, half + 1))
+        compute((1, size - 1, size), (0, half + 1, size))
+        _check_proof(got, expected, "over paged keys and values, and kept state,")
+        compute((0, half, size), slots=(2, 1), restore=True)
+        _check_proof(got, expected, "taken up from kept state,")
+
+    def _memory_for(self, num_blocks: int) -> DeviceMemory:
+        """Blocks of half a proof's tokens, filled with what is NaN in any type of floats."""
+        layout = self.layout(block_size=PROOF_TOKENS // 2, dtype="float32", max_model_len=PROOF_TOKENS)
+        memory = DeviceMemory(
+            layout,
+            num_blocks=num_blocks,
+            num_slots=3,
+            num_segments=num_blocks,
+            max_rows=2 * PROOF_TOKENS,
+            device=torch.device("cpu"),
+        )
+        for piece in (memory.blocks, memory.slots, memory.segments):
+            if piece is not None:
+                piece.fill_(0xFF)
+        return memory
+
+
+def _proof_rows(
+    pieces: Sequence[tuple[int, int, int]], slots: tuple[int, int], block_size: int, *, restore: bool
+) -> Rows:
+    """pieces: (sequence, start, end). Every boundary that they come by is captured, to the segment of the
+    block's number."""
+    where = [(s, p) for s, start, end in pieces for p in range(start, end)]
+    sequence_T, position_T = torch.tensor(where, dtype=torch.int32).T.contiguous()
+    table_SN = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    start_S = torch.zeros(2, dtype=torch.int32)
+    copies: list[tuple[int, int, int]] = []
+    for s, start, end in pieces:
+        start_S[s] = start
+        boundaries = range((start // block_size + 1) * block_size, end + 1, block_size)
+        copies += [(s, b, int(table_SN[s, b // block_size - 1])) for b in boundaries]
+    restores = [(s, start, int(table_SN[s, start // block_size - 1])) for s, start, _ in pieces if restore]
+    rings = RingRows(
+        slot_S=torch.tensor(slots, dtype=torch.int32),
+        start_S=start_S,
+        valid_from_S=torch.zeros(2, dtype=torch.int32),
+        restores_C3=torch.tensor(restores, dtype=torch.int32).view(-1, 3),
+        captures_C3=torch.tensor(copies, dtype=torch.int32).view(-1, 3),
+    )
+    return Rows(sequence_T=sequence_T, position_T=position_T, table_SN=table_SN, rings=rings)
+
+
+def _check_proof(got: Tensor, expected: Tensor, how: str) -> None:
+    error = float((got - expected).abs().max() / expected.abs().max())
+    if not error < PROOF_TOLERANCE:
+        raise UnsupportedModel(f"{how} its logits are off by {error:.1e}")
 
 
 class LibraryDecoder:
@@ -224,7 +323,7 @@ class LibraryDecoder:
         self._backend = backend
 
     def hidden_states(
-        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerKV | LayerRing, ...]
+        self, token_ids_T: NDArray[np.int64], rows: Rows, kv: tuple[LayerMemory, ...]
     ) -> Tensor:
         step = Step(self._backend, rows, kv)
         out = _forward(self._model.layers, torch.from_numpy(token_ids_T), rows.position_T.long(), step)
