@@ -14,6 +14,7 @@ from shoal.actors.engine.model_layout import model_layout
 from shoal.actors.engine.pools import Holding, Pools
 from shoal.actors.engine.step import Copy
 from shoal.actors.messages import ErrorKind, FinishReason, RequestId, SamplingParams
+from shoal.kernels.backend import LayerKV
 from tests.engine.bench import Bench, a_request
 from tests.fake_runner import generate, logprob
 
@@ -54,12 +55,15 @@ class Tensors:
             [None, None], num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32", max_model_len=64
         )
         self._memory = DeviceMemory(layout, num_blocks=5, max_rows=1, device=torch.device("cpu"))
+        paged = [layer for layer in self._memory.layers if isinstance(layer, LayerKV)]
+        self._rows = [rows for layer in paged for rows in (layer.k_PBHD, layer.v_PBHD)]
 
     def write(self, block: BlockId, offset: int, number: int) -> None:
-        self._memory.blocks[block, :, :, offset] = number
+        for rows_PBHD in self._rows:
+            rows_PBHD[block, offset] = number
 
     def read(self, block: BlockId, offset: int) -> int:
-        (number,) = set(self._memory.blocks[block, :, :, offset].flatten().tolist())
+        (number,) = {float(number) for rows in self._rows for number in rows[block, offset].flatten()}
         return int(number)
 
     def copy(self, blocks: Iterable[Copy]) -> None:
