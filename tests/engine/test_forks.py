@@ -55,15 +55,15 @@ class Tensors:
             [None, None], num_kv_heads=1, head_dim=4, block_size=BLOCK_SIZE, dtype="float32", max_model_len=64
         )
         self._memory = DeviceMemory(layout, num_blocks=5, max_rows=1, device=torch.device("cpu"))
-        layers = [layer for layer in self._memory.layers if isinstance(layer, LayerKV)]
-        self._rows = [rows for layer in layers for rows in (layer.k_PBHD, layer.v_PBHD)]
+        paged = [layer for layer in self._memory.layers if isinstance(layer, LayerKV)]
+        self._rows = [rows for layer in paged for rows in (layer.k_PBHD, layer.v_PBHD)]
 
     def write(self, block: BlockId, offset: int, number: int) -> None:
-        for rows in self._rows:
-            rows[block, offset] = number
+        for rows_PBHD in self._rows:
+            rows_PBHD[block, offset] = number
 
     def read(self, block: BlockId, offset: int) -> int:
-        (number,) = {number for rows in self._rows for number in rows[block, offset].flatten().tolist()}
+        (number,) = {float(number) for rows in self._rows for number in rows[block, offset].flatten()}
         return int(number)
 
     def copy(self, blocks: Iterable[Copy]) -> None:
