@@ -18,8 +18,8 @@ class FakeDrafts:
     waits: float = 1.0
     """Chance that a sequence is left out of a step for the sake of drafts."""
     choose: random.Random = field(default_factory=lambda: random.Random(0))
-    going_on: Callable[[list[int], int], list[int]] = generate
-    """A history, and what so many tokens after it will be."""
+    going_on: Callable[[list[int], int, int], list[int]] = generate
+    """A history, and what so many tokens after it will be, by the request's seed."""
 
     def wait(self, sequence: Sequence, *, num_running: int) -> bool:
         assert sequence.num_drawing and num_running
@@ -27,5 +27,6 @@ class FakeDrafts:
 
     def propose(self, sequence: Sequence, *, num_running: int, most: int) -> tuple[int, ...]:
         assert not sequence.num_drawing and num_running
-        drafts = self.going_on(sequence.tokens, max(0, min(most, self.most)))
+        seed = sequence.request.sampling.seed
+        drafts = self.going_on(sequence.tokens, max(0, min(most, self.most)), seed)
         return tuple(draft if self.choose.random() < self.right else draft ^ 1 for draft in drafts)

@@ -44,6 +44,10 @@ def logprob(token: int) -> TokenLogprob:
     return TokenLogprob(logprob=-float(token))
 
 
+def _drawn(token: int, draw: Draw) -> Drawn:
+    return Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
+
+
 def sliding_layers(
     window: int, block_size: int, *, num_dropped: int = 0, num_draft_tokens: int = 0
 ) -> StateLayout:
@@ -239,7 +243,7 @@ class FakeRunner:
         assert fork.slot is not None or self._rings is None
         if fork.slot is not None and self._rings is not None:
             self._rings.copy(*fork.slot)
-        return Drawn(token_id=token, logprob=None if fork.draw.logprobs is None else logprob(token))
+        return _drawn(token, fork.draw)
 
     def _next_token(self, step: SequenceStep, draw: Draw, position: int) -> int:
         rows = [self._row(step, before) for before in range(position)]

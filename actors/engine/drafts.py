@@ -10,8 +10,8 @@ from shoal.actors.engine.sequence import Sequence
 Speculative = Literal["ngram"]
 """Where drafts come from: "ngram" is prompt lookup."""
 
-FIXED_ROWS = 2.0
-"""What a step takes beside its rows, in rows."""
+FIXED_ROWS = 3.5
+"""What a step takes beside its rows, in rows. Few are careful: fewer drafts seem worth their rows."""
 WAIT_ALONE = 0.1
 """Tokens that a sequence gives away if its next step is not planned ahead, and nobody else is computed."""
 

@@ -14,6 +14,7 @@ from shoal.actors.engine.config import EngineConfig
 from shoal.actors.engine.device_memory import DeviceMemory
 from shoal.actors.engine.fingerprint import digest_content, digest_weights, fingerprint
 from shoal.actors.engine.memory_plan import NotEnoughMemory
+from shoal.actors.engine.models.decoder_config import load_config
 from shoal.actors.engine.runner import ModelRunner, TokenRows
 from shoal.actors.messages import (
     CachedTokens,
@@ -267,8 +268,9 @@ def test_an_engine_that_drafts_has_room_for_it_and_takes_up_what_one_that_does_n
     assert plain.scheduler.draft_counts().num_drafts == 0
 
 
-def test_a_model_that_cannot_take_drafts_back_has_none(windowed: Path) -> None:
-    layout = replace(build.build_engine(a_config(windowed)).layout, can_rewind=False)
-    layout.check_drafts(0)
-    with pytest.raises(ValueError, match="speculative: the model"):
-        layout.check_drafts(1)
+def test_a_model_that_cannot_take_drafts_back_refuses_them(tmp_path: Path) -> None:
+    checkpoint = tiny_library("Lfm2Config", tmp_path)
+    with pytest.raises(ValueError, match="speculative: the model's recurrent layers"):
+        build.build_engine(a_config(checkpoint, speculative="ngram"))
+    with pytest.raises(ValueError, match="speculative: the model's recurrent layers"):
+        footprint(load_config(checkpoint), Limits(max_model_len=64, block_size=16, num_draft_tokens=5))

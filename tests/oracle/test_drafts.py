@@ -10,6 +10,7 @@ import pytest
 
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.drafts import PromptLookupDrafts
+from shoal.actors.engine.model_layout import ModelLayout
 from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, RequestId, SamplingParams
 from shoal.kernels.cpu import CpuBackend
@@ -48,6 +49,12 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def tokens(seed: int, length: int) -> list[int]:
     choose = random.Random(seed)
     return [choose.randrange(3, 500) for _ in range(length)]
+
+
+def layout(loaded: LoadedModel, num_dropped: int = 0) -> ModelLayout:
+    return loaded.layout(
+        block_size=BLOCK_SIZE, dtype="float32", max_model_len=512, num_dropped_layers=num_dropped
+    )
 
 
 def sampled(name: str, prompt: Sequence[int], stops: frozenset[int], **params: Any) -> EngineRequest:
@@ -104,10 +111,13 @@ def of_what_is_said(recording: Recording, requests: Sequence[EngineRequest]) -> 
 
 def known(requests: Sequence[EngineRequest], recording: Recording, **how: Any) -> FakeDrafts:
     """Drafts of what these requests are answered without any."""
-    wholes = [[*request.prompt_token_ids, *recording.tokens[request.request_id]] for request in requests]
+    wholes = [
+        (request.sampling.seed, [*request.prompt_token_ids, *recording.tokens[request.request_id]])
+        for request in requests
+    ]
 
-    def going_on(history: list[int], num_tokens: int) -> list[int]:
-        whole = next((w for w in wholes if w[: len(history)] == history), [])
+    def going_on(history: list[int], num_tokens: int, seed: int) -> list[int]:
+        whole = next((w for s, w in wholes if s == seed and w[: len(history)] == history), [])
         return whole[len(history) : len(history) + num_tokens]
 
     return FakeDrafts(MOST, going_on=going_on, **how)
@@ -149,9 +159,7 @@ def test_case_30_every_boundary_is_taken_up_from_what_drafting_left(
     served = Served(loaded, setup, watch=[1], stores=stores)
     assert served.serve([first]).digests[SequenceId(1)] == cold.digests[SequenceId(1)]
     assert served.recording.tokens["it"] == cold.tokens["it"]
-    rule = loaded.layout(
-        block_size=BLOCK_SIZE, dtype="float32", max_model_len=512, num_dropped_layers=num_dropped
-    ).rule
+    rule = layout(loaded, num_dropped).rule
     for is_stored in (False, True):
         for i in range(1 + PROMPT_TOKENS // BLOCK_SIZE, (len(whole) - AFTER) // BLOCK_SIZE):
             boundary = i * BLOCK_SIZE
@@ -186,6 +194,28 @@ def test_gone_on_with_where_another_engine_died_at_every_token(loaded: LoadedMod
         for received in range(1, len(whole)):
             assert recording.tokens[str(received)] == whole[received:]
         assert recording.drafts.num_accepted > 20
+
+
+def test_the_choices_of_one_prompt_draft_each_for_itself(loaded: LoadedModel) -> None:
+    params = {"temperature": 1.3, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
+    requests = [
+        replace(
+            sampled(str(seed), tokens(0, PROMPT_TOKENS), frozenset(), seed=seed, **params),
+            group=RequestId("all"),
+        )
+        for seed in range(4)
+    ]
+    alone = Recording()
+    for request in requests:
+        recording = serve(loaded, PLAIN, [request])
+        alone.tokens |= recording.tokens
+        alone.logprobs |= recording.logprobs
+    drafts = known(requests, alone, right=0.7, waits=0.8)
+    served = Served(loaded, replace(PLAIN, drafts=drafts, num_draft_tokens=MOST), watch=())
+    recording = served.serve(requests)
+    assert served.num_forked == 3
+    assert recording.tokens == alone.tokens and recording.logprobs == alone.logprobs
+    assert recording.drafts.num_accepted > 50
 
 
 def test_preempted_again_and_again(loaded: LoadedModel) -> None:
