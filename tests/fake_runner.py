@@ -229,10 +229,7 @@ class FakeRunner:
         first = step.end - len(step.drafts)
         tokens = [self._next_token(step, draw, position) for position in range(first, step.end + 1)]
         self._tokens.setdefault(step.row, [])[first:] = tokens
-        return [
-            Drawn(token_id=token, logprob=None if draw.logprobs is None else logprob(token))
-            for token in tokens
-        ]
+        return [_drawn(token, draw) for token in tokens]
 
     def _fork(self, step: SequenceStep, fork: Fork) -> Drawn:
         """Its first token is drawn from the rows of the step, and later ones from its copies."""

@@ -27,8 +27,8 @@ LONG: Body = {"prompt": list(range(3, 60)), "max_tokens": 1500, "temperature": 0
 
 @pytest.fixture(scope="module")
 def three(ray_address: str, checkpoint: Path) -> Iterator[Served]:
-    """Engines, with a store."""
-    with Served.start(checkpoint, ray_address, engines=3) as cluster:
+    """Engines, with a store, that draft: an answer is the same wherever it goes on."""
+    with Served.start(checkpoint, ray_address, "--speculative", "ngram", engines=3) as cluster:
         cluster.wait_until_ready()
         watch(cluster)
         yield cluster

@@ -25,11 +25,12 @@ from shoal.actors.messages import (
     SamplingParams,
     TokenChunk,
 )
+from shoal.cluster.footprint import Limits, footprint
 from shoal.kernels.backend import LayerKV
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.library import KernelsUnavailable
 from shoal.kvstore.boundary import BoundaryRule
-from tests.checkpoints import tiny_deepseek_v4, tiny_llama, tiny_mistral
+from tests.checkpoints import tiny_deepseek_v4, tiny_library, tiny_llama, tiny_mistral
 
 MIB = 1 << 20
 

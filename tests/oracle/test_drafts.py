@@ -196,28 +196,6 @@ def test_gone_on_with_where_another_engine_died_at_every_token(loaded: LoadedMod
         assert recording.drafts.num_accepted > 20
 
 
-def test_the_choices_of_one_prompt_draft_each_for_itself(loaded: LoadedModel) -> None:
-    params = {"temperature": 1.3, "frequency_penalty": 0.4, "repetition_penalty": 1.3}
-    requests = [
-        replace(
-            sampled(str(seed), tokens(0, PROMPT_TOKENS), frozenset(), seed=seed, **params),
-            group=RequestId("all"),
-        )
-        for seed in range(4)
-    ]
-    alone = Recording()
-    for request in requests:
-        recording = serve(loaded, PLAIN, [request])
-        alone.tokens |= recording.tokens
-        alone.logprobs |= recording.logprobs
-    drafts = known(requests, alone, right=0.7, waits=0.8)
-    served = Served(loaded, replace(PLAIN, drafts=drafts, num_draft_tokens=MOST), watch=())
-    recording = served.serve(requests)
-    assert served.num_forked == 3
-    assert recording.tokens == alone.tokens and recording.logprobs == alone.logprobs
-    assert recording.drafts.num_accepted > 50
-
-
 def test_preempted_again_and_again(loaded: LoadedModel) -> None:
     first = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
     cold = serve(loaded, PLAIN, [first])

@@ -126,10 +126,13 @@ def test_choices_that_are_preempted(subject: Subject, alone: Sequence[Recording]
 def test_choices_with_drafts(subject: Subject, alone: Sequence[Recording], right: float) -> None:
     """Each has its own, from its first token on, which is drawn behind the same row as the others'."""
 
-    def going_on(history: list[int], num_tokens: int) -> list[int]:
-        said = [(*PROMPT, *recording.tokens[str(i)]) for i, recording in enumerate(alone)]
-        (whole, *_) = [tokens for tokens in said if list(tokens[: len(history)]) == history]
-        return list(whole[len(history) : len(history) + num_tokens])
+    said = {
+        request.sampling.seed: [*PROMPT, *recording.tokens[request.request_id]]
+        for request, recording in zip(choices(), alone, strict=True)
+    }
+
+    def going_on(history: list[int], num_tokens: int, seed: int) -> list[int]:
+        return said[seed][len(history) : len(history) + num_tokens]
 
     drafts = FakeDrafts(5, right=right, going_on=going_on)
     served = subject.together(replace(SETUP, drafts=drafts, num_draft_tokens=5))
