@@ -15,6 +15,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 NODE_DEADLINE_S = 120.0
+LEAVE_S = 5.0
+"""For a node that is told to go: it waits half a minute for actors that it still hosts."""
 _ANY_PORTS = ("node-manager-port", "object-manager-port", "min-worker-port", "max-worker-port")
 
 
@@ -70,7 +72,7 @@ def another_node(
     finally:
         process.terminate()
         try:
-            process.wait(timeout=NODE_DEADLINE_S)
+            process.wait(timeout=LEAVE_S)
         except subprocess.TimeoutExpired:
             process.kill()  # Ray's reaper ends what it had started
             process.wait()

@@ -70,6 +70,3 @@ def test_two_engines_of_a_node_get_one_copy_of_its_own_and_a_front_door_no_weigh
                 ray.get(refused.start.remote(), timeout=START_DEADLINE_S)
             assert isinstance(caught.value.cause, ValueError), "no retry can mend it"
             assert not list(there.rglob("model.safetensors")), "what the other node has is not its own"
-            ray.kill(refused)
-        for actor in (door, *engines):  # a node that is told to go waits for what it hosts
-            ray.kill(actor)
