@@ -409,8 +409,8 @@ class Scheduler:
 
     def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
         """Guesses behind its last token, and blocks for them: as far as one is left for each that runs. For
-        the sake of drafts nobody is preempted."""
-        if self._drafts is None or sequence.num_drawing:
+        the sake of drafts nobody is preempted. None at a prompt's end: others may be forked there."""
+        if self._drafts is None or sequence.num_drawing or not sequence.has_drawn:
             return ()
         most, num_running = min(budget, sequence.num_left - 1), len(self._running)
         drafts = self._drafts.propose(sequence, num_running=num_running, most=most)

@@ -411,6 +411,14 @@ def test_siblings_are_refused_together() -> None:
     assert bench.finished["first"] is FinishReason.LENGTH
 
 
+def test_a_last_row_of_a_prompt_is_forked_from_and_has_no_drafts() -> None:
+    bench = Bench(max_num_batched_tokens=9, num_blocks=40, drafts=FakeDrafts(4), num_draft_tokens=4)
+    submit(bench, 4)
+    bench.finish()
+    assert bench.scheduler.num_forked == 3
+    assert bench.tokens == expected(4)
+
+
 def test_forks_beside_drafts_draw_from_no_more_rows_than_a_step_computes() -> None:
     bench = Bench(
         num_blocks=200,
