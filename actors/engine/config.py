@@ -50,10 +50,11 @@ class EngineConfig:
         if self.block_size < 16 or self.block_size % 16:
             raise ValueError(f"block_size must be a multiple of 16, got {self.block_size}")
         self.scheduler(vocab_size=1)  # validates its own
-        if self.num_drafts >= self.max_num_batched_tokens:
+        if self.num_drafts and self.num_drafts + self.max_num_seqs > self.max_num_batched_tokens:
             raise ValueError(
-                f"num_draft_tokens ({self.num_draft_tokens}) must be below max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}), which a step computes with the token they follow"
+                f"num_draft_tokens ({self.num_draft_tokens}) and max_num_seqs ({self.max_num_seqs}) must "
+                f"together be at most max_num_batched_tokens ({self.max_num_batched_tokens}): a step has "
+                "drafts beside a token of each sequence"
             )
 
     @property
@@ -63,7 +64,7 @@ class EngineConfig:
 
     @property
     def max_logits(self) -> int:
-        """Rows that a step draws from."""
+        """Rows that a step draws from: drafts, and one for each sequence, forks included."""
         return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
 
     def scheduler(self, *, vocab_size: int) -> SchedulerConfig:

@@ -178,13 +178,14 @@ class Pools:
         self.num_evicted_blocks += num_evicted
         return self.blocks.allocate(num_blocks)
 
-    def resize(self, holding: Holding, num_blocks: int) -> bool:
-        """Grow or shrink the table to exactly num_blocks. False if there are too few, and nothing changed."""
+    def resize(self, holding: Holding, num_blocks: int, *, headroom: int = 0) -> bool:
+        """Grow or shrink the table to exactly num_blocks. False if there are too few for it to grow and leave
+        `headroom`, and nothing changed."""
         table = holding.block_table
         missing = num_blocks - len(table)
         if missing == 0:
             return True
-        if missing > self.num_available:
+        if missing > 0 and missing + headroom > self.num_available:
             return False
         if missing > 0:
             table.extend(self.claim_blocks(missing))

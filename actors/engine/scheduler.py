@@ -268,11 +268,12 @@ class Scheduler:
             for sequence in self._running  # it loses its last when one is preempted
             if sequence.num_unplanned == 1 and not self._awaits_drafts(sequence) and self._make_room(sequence)
         ]
-        budget -= len(decoding)
+        spare = budget - self._config.max_num_seqs  # who is forked draws without a row of its own
         for sequence in decoding:
-            drafts = self._draft(sequence, budget)
-            budget -= len(drafts)
+            drafts = self._draft(sequence, spare)
+            spare -= len(drafts)
             steps.append(self._take(sequence, 1, drafts))
+        budget -= sum(step.end - step.start for step in steps)
         begun = [sequence for sequence in self._running if sequence.num_unplanned > 1]
         may_admit = self.num_preemptions == preempted_before  # else what was just freed would be taken back
         if may_admit and self._waiting:
@@ -407,15 +408,15 @@ class Scheduler:
         return self._drafts.wait(sequence, num_running=len(self._running))
 
     def _draft(self, sequence: Sequence, budget: int) -> tuple[int, ...]:
-        """Guesses behind its last token, and blocks for them: as far as there are any, for the sake of drafts
-        nobody is preempted."""
-        if self._drafts is None or sequence.num_drawing:
+        """Guesses behind its last token, and blocks for them: as far as one is left for each that runs. For
+        the sake of drafts nobody is preempted. None at a prompt's end: others may be forked there."""
+        if self._drafts is None or sequence.num_drawing or not sequence.has_drawn:
             return ()
-        most = min(budget, sequence.num_left - 1)
-        drafts = self._drafts.propose(sequence, num_running=len(self._running), most=most)
+        most, num_running = min(budget, sequence.num_left - 1), len(self._running)
+        drafts = self._drafts.propose(sequence, num_running=num_running, most=most)
         history, block_size = len(sequence.tokens), self._pools.block_size
         needed = blocks_needed(history=history, drafts=len(drafts), block_size=block_size)
-        if not self._pools.resize(sequence.holding, needed):
+        if not self._pools.resize(sequence.holding, needed, headroom=num_running):
             drafts = drafts[: len(sequence.holding.block_table) * block_size - history]
         return drafts
 

@@ -1,6 +1,6 @@
 """Fields that an endpoint does not serve: refused by name where ignoring them would change the answer.
 
-A client that asks for two answers, a tool or a schema and silently gets something else finds out much later.
+A client that asks for a tool or a schema and silently gets something else finds out much later.
 Of other fields that nobody here has heard of the client is told that they were ignored.
 """
 

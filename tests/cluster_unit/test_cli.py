@@ -48,7 +48,7 @@ def serve(*arguments: str) -> str:
             ["--speculative", "ngram", "--num-draft-tokens", "0"],
             "--num-draft-tokens must be at least 1, got 0",
         ),
-        (["--speculative", "ngram", "--num-draft-tokens", "512"], "below max_num_batched_tokens (512)"),
+        (["--speculative", "ngram", "--num-draft-tokens", "449"], "at most max_num_batched_tokens (512)"),
         (["--num-draft-tokens", "4"], "without speculative drafts nothing"),
         (["--num-dropped-layers", "1"], "cannot drop 1 sliding layers"),
         (["--kv-store-memory", "900GiB"], "needs an object store of 1500GiB; /dev/shm has"),

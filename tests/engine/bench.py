@@ -13,6 +13,7 @@ from shoal.actors.engine.memory_plan import num_state_slots
 from shoal.actors.engine.pools import Pools
 from shoal.actors.engine.prefix_cache import PrefixCacheName
 from shoal.actors.engine.scheduler import Reply, Scheduler, SchedulerConfig
+from shoal.actors.engine.step import StepPlan
 from shoal.actors.engine.transfers import StoreView
 from shoal.actors.messages import (
     CachedTokens,
@@ -159,7 +160,9 @@ class Bench:
         num_plans = len(self.runner.plans)
         self.advance()
         self.engine.check()
-        return [(s.start, s.end - s.start) for plan in self.runner.plans[num_plans:] for s in plan.sequences]
+        plans = self.runner.plans[num_plans:]
+        assert all(num_drawn(plan) <= self.max_num_batched_tokens for plan in plans), "rows of logits"
+        return [(s.start, s.end - s.start) for plan in plans for s in plan.sequences]
 
     def advance(self) -> None:
         """A step without its checks."""
@@ -201,6 +204,12 @@ class Bench:
                 self.finished[name] = reply.chunk.finish_reason
             if reply.chunk.error:
                 self.errors[name] = reply.chunk.error
+
+
+def num_drawn(plan: StepPlan) -> int:
+    """Tokens that a step draws, those behind wrong drafts too."""
+    drawing = [step for step in plan.sequences if step.draw is not None]
+    return sum(1 + len(step.drafts) + len(step.forks) for step in drawing)
 
 
 def benches(**more: st.SearchStrategy[Any]) -> st.SearchStrategy[Bench]:

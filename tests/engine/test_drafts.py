@@ -56,11 +56,12 @@ def test_wrong_drafts_cost_rows_and_change_nothing() -> None:
     assert bench.drained()
 
 
-def test_who_has_nothing_to_draft_runs_ahead_beside_one_that_has() -> None:
-    class Only(FakeDrafts):
-        def wait(self, sequence: Sequence, *, num_running: int) -> bool:
-            return sequence.request.request_id == "drafts"
+class Only(FakeDrafts):
+    def wait(self, sequence: Sequence, *, num_running: int) -> bool:
+        return sequence.request.request_id == "drafts"
 
+
+def test_who_has_nothing_to_draft_runs_ahead_beside_one_that_has() -> None:
     bench = Bench(drafts=Only(most=3))
     bench.submit(a_request("drafts", PROMPT, max_tokens=9))
     bench.submit(a_request("plain", [1, 2], max_tokens=6))
@@ -97,12 +98,24 @@ def test_nobody_is_preempted_for_drafts() -> None:
     assert bench.tokens["a"] == generate([1, 2, 3], 5) and bench.tokens["b"] == generate([4, 5, 6], 5)
 
 
-def test_drafts_take_what_plain_tokens_leave_of_the_budget() -> None:
+def test_nobody_is_preempted_while_blocks_for_drafts_are_about_to_come_back() -> None:
+    """Four blocks are enough for both, but for the one that holds nothing but wrong drafts."""
+    bench = Bench(drafts=Only(most=4, right=0.0), num_draft_tokens=4, num_blocks=5, cache="naive")
+    bench.submit(a_request("drafts", [1], max_tokens=6))
+    bench.submit(a_request("plain", [4, 5, 6, 7], max_tokens=6))
+    bench.finish()
+    assert bench.scheduler.draft_counts().num_tokens > 0
+    assert bench.scheduler.num_preemptions == 0
+    assert bench.tokens["plain"] == generate([4, 5, 6, 7], 6)
+
+
+def test_drafts_leave_a_row_of_the_budget_for_each_that_may_run() -> None:
     bench = a_bench(most=9, max_num_batched_tokens=6)
     for name in "ab":
         bench.submit(a_request(name, [ord(name), 2], max_tokens=20))
     bench.finish()
-    assert max(plan.num_tokens for plan in bench.runner.plans) == 6
+    assert max(plan.num_drafts for plan in bench.runner.plans) == 6 - 4
+    assert max(plan.num_tokens for plan in bench.runner.plans) == 4
     for name in "ab":
         assert bench.tokens[name] == generate([ord(name), 2], 20)
 

@@ -15,7 +15,8 @@ from shoal.actors.engine.pools import Holding, Pools
 from shoal.actors.engine.step import Copy
 from shoal.actors.messages import ErrorKind, FinishReason, RequestId, SamplingParams
 from shoal.kernels.backend import LayerKV
-from tests.engine.bench import Bench, a_request
+from tests.engine.bench import Bench, a_request, num_drawn
+from tests.fake_drafts import FakeDrafts
 from tests.fake_runner import generate, logprob
 
 BLOCK_SIZE, COPY_STEP = 4, 1
@@ -408,6 +409,34 @@ def test_siblings_are_refused_together() -> None:
     assert [bench.errors[name].kind for name in "012"] == [ErrorKind.OVERLOADED] * 3
     bench.finish()
     assert bench.finished["first"] is FinishReason.LENGTH
+
+
+def test_a_last_row_of_a_prompt_is_forked_from_and_has_no_drafts() -> None:
+    bench = Bench(max_num_batched_tokens=9, num_blocks=40, drafts=FakeDrafts(4), num_draft_tokens=4)
+    submit(bench, 4)
+    bench.finish()
+    assert bench.scheduler.num_forked == 3
+    assert bench.tokens == expected(4)
+
+
+def test_forks_beside_drafts_draw_from_no_more_rows_than_a_step_computes() -> None:
+    bench = Bench(
+        num_blocks=200,
+        max_num_seqs=8,
+        max_num_batched_tokens=12,
+        drafts=FakeDrafts(4, waits=0.5),
+        num_draft_tokens=4,
+    )
+    for turn in range(40):
+        prompt = [turn, turn + 1, 3, 4, 5]
+        for i in range(4):
+            own = {"sampling": SamplingParams(seed=i), "group": RequestId(str(turn))}
+            bench.submit(a_request(f"{turn}-{i}", prompt, 20, **own))
+        for _ in range(3):
+            bench.step()
+    bench.finish()
+    assert max(map(num_drawn, bench.runner.plans)) <= 12
+    assert bench.scheduler.num_forked > 10 and bench.scheduler.draft_counts().num_drafts > 50
 
 
 def test_those_that_went_on_elsewhere_are_forked_as_far_as_they_say_the_same() -> None:
