@@ -250,6 +250,15 @@ def test_layers_that_are_not_stored_are_computed_again_and_count() -> None:
     )
 
 
+@pytest.mark.parametrize(("num_recomputed", "resumed"), [(0, 8), (3, 5)])
+def test_tokens_before_a_start_that_are_computed_again_are_no_hit(num_recomputed: int, resumed: int) -> None:
+    rule = BoundaryRule(num_segments=1, num_recomputed=num_recomputed, num_rewound=4)
+    cluster = Cluster(rule=rule)
+    cluster.engine_has(A, blocks(range(8)) + segments([4, 7]))
+    assert cluster.place() == Placement(engine_id=A, expected_hit_tokens=resumed * BLOCK - 4)
+    assert Cluster(rule=rule).place(5).expected_hit_tokens == 0
+
+
 def test_what_is_only_expected_is_fetched_if_a_store_has_it() -> None:
     """The request that it is expected from may never compute it; but it draws the next one there."""
     cluster = Cluster(rule=WINDOW)
