@@ -201,6 +201,16 @@ def test_a_table_and_json_say_the_same(tmp_path: Path) -> None:
     assert (said["usable_slots"], said["weights_bytes"], said["served"]) == (76, 2048, False)
 
 
+def test_json_says_what_recurrent_layers_keep(tmp_path: Path) -> None:
+    said = json.loads(output(str(written(tmp_path, QWEN3_NEXT_80B)), "--json"))
+    assert said["rings"] is None
+    assert [(state["name"], state["num_layers"], state["shape"]) for state in said["states"]] == [
+        ("convolution", 36, [3, 8192]),
+        ("recurrent", 36, [32, 128, 128]),
+    ]
+    assert said["bytes_per_segment"] == said["bytes_per_slot"] == 36 * 4 * (3 * 8192 + 32 * 128 * 128)
+
+
 @pytest.mark.parametrize(
     ("config", "flags", "message"),
     [
