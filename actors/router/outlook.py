@@ -179,23 +179,26 @@ class Outlook:
             yield self._fetching(engine, num_on_device, reach, own)
 
     def _fetching(self, engine: EngineView, num_on_device: int, reach: int, stores: int) -> Prospect:
-        """A segment counts as a block. Those that are expected are counted too: they are few."""
+        """A segment counts as the blocks that have its bytes; one that is expected too, as they are few."""
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         resume = self._resume(engine, reach, device | stores)
         where, own = self._where, self._bits[own_store] if own_store else 0
         blocks = range(num_on_device, resume.boundary)
         segments = [i for i in engine.rule.segments_at(resume.start) if not where.segment(i) & device]
-        num_own = sum(bool(where.segment(i) & own) for i in segments)
+        num_own = 0
         if own_store and self._leading.get(own_store, 0) >= resume.boundary:
-            num_own += len(blocks)
+            num_own = len(blocks)
         elif own:
-            num_own += sum(bool(where.blocks[i] & own) for i in blocks)
+            num_own = sum(bool(where.blocks[i] & own) for i in blocks)
+        own_segments = sum(bool(where.segment(i) & own) for i in segments)
+        segment_tokens = round(engine.blocks_per_segment * self._block_size)
         return Prospect(
             num_on_device=num_on_device,
             resume=resume,
             computed_tokens=self._computed_tokens(engine, resume),
-            own_tokens=num_own * self._block_size,
-            other_tokens=(len(blocks) + len(segments) - num_own) * self._block_size,
+            own_tokens=num_own * self._block_size + own_segments * segment_tokens,
+            other_tokens=(len(blocks) - num_own) * self._block_size
+            + (len(segments) - own_segments) * segment_tokens,
         )
 
     def _computed_tokens(self, engine: EngineView, resume: Resume) -> int:
