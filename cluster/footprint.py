@@ -169,7 +169,6 @@ def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
         num_dropped_layers=limits.num_dropped_layers,
         num_draft_tokens=limits.num_draft_tokens,
     )
-    layout.check_drafts(limits.num_draft_tokens)
     return Footprint(
         architecture=shape.architecture,
         dtype=dtype,

@@ -160,7 +160,7 @@ def test_three_of_four_layers_keep_a_whole_state(tmp_path: Path) -> None:
     assert made.bytes_per_token == 12 * 2 * 2 * 256 * 2
     layout = made.footprint.layout
     assert layout.slots.num_bytes == layout.segments.num_bytes == matrices + inputs
-    assert (layout.rule.num_segments, layout.can_rewind) == (1, False)
+    assert (layout.rule.num_segments, layout.whole_states) == (1, True)
     said = output(str(tmp_path), "--max-model-len", "32768")
     assert "36 layers × 32 × 128 × 128 float32" in said
     assert "one is the state at a boundary" in said
