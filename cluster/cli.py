@@ -107,7 +107,7 @@ def serve(
         int, typer.Option(help="The last sliding-window layers that are not stored but recomputed.")
     ] = MODEL.num_dropped_layers,
     state_snapshot_every: Annotated[
-        int, typer.Option(help="Blocks of a prompt between kept recurrent states; 0 keeps its end's alone.")
+        int, typer.Option(help="Blocks between kept recurrent states; 0 keeps those at ends and partings.")
     ] = MODEL.state_snapshot_every,
     kv_store_memory: Annotated[
         str | None,

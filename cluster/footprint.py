@@ -8,12 +8,12 @@ from shoal.actors.engine.model_layout import KV, RING, LayerLayout, ModelLayout,
 from shoal.actors.engine.models.choose import model_config
 from shoal.actors.engine.models.decoder_config import DecoderConfig, architecture_of
 from shoal.actors.engine.models.deepseek_v4_layout import DEEPSEEK_V4, WINDOW, V4Shape
-from shoal.kvstore.layout import Part, RowDtype, StateLayout
+from shoal.kvstore.layout import Part, RowDtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_VALUE_BYTES: dict[RowDtype, int] = {"float32": 4, "bfloat16": 2, "float8": 1}
+_RINGS = {RING, WINDOW}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +27,9 @@ class PagedRows:
 
     @classmethod
     def of(cls, part: Part, num_layers: int) -> Self:
-        is_kv = part.name == KV
-        num_rows = part.shape[1 if is_kv else 0]
+        num_rows = _num_rows(part)
         return cls(
-            what="full attention" if is_kv else part.name,
+            what="full attention" if part.name == KV else part.name,
             num_layers=num_layers,
             rows_per_block=num_rows,
             bytes_per_row=part.num_bytes // num_rows,
@@ -87,7 +86,7 @@ class Footprint:
     def states(self) -> tuple[tuple[Part, int], ...]:
         """What slots have beside rings, and of how many layers."""
         kinds = Counter(placed.part for placed in self.layout.slots.parts)
-        return tuple((part, count) for part, count in kinds.items() if part.name not in (RING, WINDOW))
+        return tuple((part, count) for part, count in kinds.items() if part.name not in _RINGS)
 
     @property
     def other_state_bytes(self) -> int:
@@ -156,19 +155,8 @@ def _attention(
         num_draft_tokens=limits.num_draft_tokens,
     )
     layout.check_drafts(limits.num_draft_tokens)
-    rings = _rings(layout.rings) if layout.rings else None
+    rings = _rings(layout, layout.rings.window) if layout.rings else None
     return Footprint(architecture=architecture_of(hf), dtype=dtype, rings=rings, layout=layout)
-
-
-def _rings(state: StateLayout) -> RingRows:
-    return RingRows(
-        num_layers=state.num_layers,
-        num_stored=state.num_stored,
-        window=state.window,
-        num_rows=state.ring_rows,
-        bytes_per_row=2 * state.num_kv_heads * state.head_dim * _VALUE_BYTES[state.dtype],
-        segment_rows=state.segment_rows,
-    )
 
 
 def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
@@ -181,24 +169,33 @@ def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
         num_dropped_layers=limits.num_dropped_layers,
         num_draft_tokens=limits.num_draft_tokens,
     )
-    layout.check_drafts(limits.num_draft_tokens)
     return Footprint(
         architecture=shape.architecture,
         dtype=dtype,
-        rings=_v4_rings(shape, layout),
+        rings=_rings(layout, shape.window),
         layout=layout,
         is_served=dtype != "float8" and not is_quantized,
     )
 
 
-def _v4_rings(shape: V4Shape, layout: ModelLayout) -> RingRows:
-    windows = [placed.part for placed in layout.slots.parts if placed.part.name == WINDOW]
-    num_rows = windows[0].shape[0]
-    return RingRows(
-        num_layers=len(windows),
-        num_stored=len(layout.segments.parts),
-        window=shape.window,
-        num_rows=num_rows,
-        bytes_per_row=windows[0].num_bytes // num_rows,
-        segment_rows=shape.segment_rows(layout.block_size),
+def _rings(layout: ModelLayout, window: int) -> RingRows | None:
+    rings, saved = (
+        [placed.part for placed in packing.parts if placed.part.name in _RINGS]
+        for packing in (layout.slots, layout.segments)
     )
+    if not rings:
+        return None
+    num_rows = _num_rows(rings[0])
+    return RingRows(
+        num_layers=len(rings),
+        num_stored=len(saved),
+        window=window,
+        num_rows=num_rows,
+        bytes_per_row=rings[0].num_bytes // num_rows,
+        segment_rows=_num_rows(saved[0]) if saved else 0,
+    )
+
+
+def _num_rows(part: Part) -> int:
+    """Behind the first dimension where that is keys and values."""
+    return part.shape[1 if part.name in {KV, RING} else 0]

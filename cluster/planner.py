@@ -69,13 +69,11 @@ class Plan:
             "bytes_per_block": model.layout.blocks.num_bytes,
             "paged": [asdict(rows) | {"bytes_per_block": rows.bytes_per_block} for rows in model.paged],
             "bytes_per_slot": model.layout.slots.num_bytes,
+            "bytes_per_segment": model.layout.segments.num_bytes,
             "rings": rings
             and asdict(rings)
-            | {
-                "bytes_per_layer": rings.bytes_per_layer,
-                "stored_bytes": rings.stored_bytes,
-                "bytes_per_segment": model.layout.segments.num_bytes,
-            },
+            | {"bytes_per_layer": rings.bytes_per_layer, "stored_bytes": rings.stored_bytes},
+            "states": [asdict(part) | {"num_layers": num_layers} for part, num_layers in model.states],
             "other_state_bytes": model.other_state_bytes,
             "segments_per_boundary": model.layout.rule.num_segments,
             "recomputed_tokens": model.layout.rule.recomputed_tokens(self.limits.block_size),

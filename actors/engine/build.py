@@ -41,7 +41,6 @@ from shoal.actors.messages import SamplingParams
 from shoal.kernels.backend import Backend
 from shoal.kernels.choose import choose_backend
 from shoal.kernels.library import KernelsUnavailable
-from shoal.kvstore.layout import KVDtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -64,24 +63,6 @@ class LoadedModel:
     """See models.choose.numerics."""
     num_rehearsed_layers: int
     """Enough of the first layers to have one of each kind: they take turns, and need the same memory."""
-
-    def layout(
-        self,
-        *,
-        block_size: int,
-        dtype: KVDtype,
-        max_model_len: int,
-        num_dropped_layers: int = 0,
-        num_draft_tokens: int = 0,
-    ) -> ModelLayout:
-        """As the model's shape says it. Raises ValueError if it has fewer layers that could be dropped."""
-        return self.config.layout(
-            block_size=block_size,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            num_dropped_layers=num_dropped_layers,
-            num_draft_tokens=num_draft_tokens,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +154,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
     loaded = load_model(
         Path(config.checkpoint), backend, max_model_len=config.max_model_len, lean=config.lean
     )
-    layout = loaded.layout(
+    layout = loaded.config.layout(
         block_size=config.block_size,
         dtype=config.kv_cache_dtype,
         max_model_len=config.max_model_len,
@@ -253,7 +234,7 @@ def build_engine(config: EngineConfig, digest: "Future[WeightsDigest] | None" = 
         pools,
         fingerprint=root,
         rule=layout.rule,
-        snapshot_every=config.state_snapshot_every if layout.snapshots else 1,
+        snapshot_every=config.state_snapshot_every if layout.whole_states else 1,
         stores=stores,
         drafts=PromptLookupDrafts(config.num_drafts) if config.speculative else None,
     )

@@ -27,8 +27,8 @@ class EngineConfig:
     num_dropped_layers: int = 0
     """So many sliding-window layers, the last ones, are not stored with a prefix but computed again."""
     state_snapshot_every: int = 16
-    """Recurrent state is kept so many blocks apart in a prompt, beside its end and where prompts part; 0:
-    there alone. Other state is kept at every boundary."""
+    """Recurrent state is kept so many blocks apart, beside the ends of prompts and turns and where prompts
+    part; 0: there alone. Other state is kept at every boundary."""
     kv_write_policy: WritePolicy = "write_through"
     """A cached prefix is saved at once; only if it was seen twice or ends a turn; or before it is evicted."""
     prefix_cache: PrefixCacheName = "radix"

@@ -68,11 +68,10 @@ class ModelLayout:
     rule: BoundaryRule
     rings: StateLayout | None = None
     """Of attention with a window, if layers have it."""
-    can_rewind: bool = True
-    """Whether a sequence can go on from before the last tokens computed, as after drafts that were rejected.
-    With a whole state it cannot."""
-    snapshots: bool = False
-    """Whether segments hold whole states: large, and any boundary's is enough, so not each is captured."""
+    whole_states: bool = False
+    """Whether some layer keeps one. Segments are then large, and any boundary's is enough, so not each is
+    captured. Nor can a sequence go on from before the last tokens computed, as after drafts that were wrong:
+    rings are longer for that."""
     blocks: Packing
     slots: Packing
     """The stored region in front, behind it the dropped one."""
@@ -86,8 +85,7 @@ class ModelLayout:
         block_size: int,
         rule: BoundaryRule,
         rings: StateLayout | None = None,
-        can_rewind: bool = True,
-        snapshots: bool = False,
+        whole_states: bool = False,
     ) -> Self:
         layers = tuple(layers)
         return cls(
@@ -95,8 +93,7 @@ class ModelLayout:
             block_size=block_size,
             rule=rule,
             rings=rings,
-            can_rewind=can_rewind,
-            snapshots=snapshots,
+            whole_states=whole_states,
             blocks=_packed(layer.blocks for layer in layers),
             slots=_packed(
                 (layer.slot_parts(stored=True) for layer in layers),
@@ -125,7 +122,7 @@ class ModelLayout:
 
     def check_drafts(self, num_draft_tokens: int) -> None:
         """Raises ValueError if there are to be some, and those that were wrong could not be taken back."""
-        if num_draft_tokens and not self.can_rewind:
+        if num_draft_tokens and self.whole_states:
             raise ValueError(
                 "speculative: the model's recurrent layers cannot take rejected drafts back: leave it out"
             )
@@ -208,8 +205,7 @@ def model_layout(
         block_size=block_size,
         rule=_rule(rings, has_states=has_states),
         rings=rings,
-        can_rewind=not has_states,
-        snapshots=has_states,
+        whole_states=has_states,
     )
 
 

@@ -268,7 +268,10 @@ def _by_sequence(
     """drawn: in the order of `_drawing`."""
     each, said = iter(drawn), dict[SequenceId, tuple[Drawn, ...]]()
     for step in sequences:
-        if step.draw is not None:
+        if step.drafts:
             said[step.sequence_id] = step.accepted(tuple(islice(each, len(step.drafts) + 1)))
-        said |= {fork.sequence_id: (next(each),) for fork in step.forks}
+        elif step.draw is not None:  # as most do, and the next step waits for this
+            said[step.sequence_id] = (next(each),)
+        for fork in step.forks:
+            said[fork.sequence_id] = (next(each),)
     return said

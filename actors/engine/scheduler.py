@@ -544,8 +544,8 @@ class Scheduler:
             self._remove(sequence)
         return _chunk(
             sequence,
-            token_ids=tuple(each.token_id for each in drawn),
-            logprobs=tuple(each.logprob for each in drawn if each.logprob is not None),
+            token_ids=tuple([each.token_id for each in drawn]),
+            logprobs=tuple([each.logprob for each in drawn if each.logprob is not None]),
             prompt_logprobs=prompt_logprobs,
             cached_tokens=cached_tokens,
             finish_reason=reason,

@@ -132,7 +132,7 @@ class Sharing:
         if not passed or not self._rule.num_segments or not sequence.may_share:
             return ()
         wanted = {i for i in passed if self._is_lasting(sequence, i)}
-        if passed[-1] >= sequence.num_prompt // block_size:
+        if passed[-1] >= (sequence.num_prompt - 1) // block_size:
             wanted.add(passed[-1])  # where an output ends is known only when it has
         lacking = [i for i in wanted if i not in taken and not self._has_segment(sequence, i)]
         lacking.sort(key=lambda i: (i not in sequence.segments_to_keep, -i))

@@ -49,6 +49,8 @@ class EngineView:
         self.engine_id = info.engine_id
         self.node = info.node
         self.rule = info.rule
+        self.blocks_per_segment = info.segment_bytes / info.block_bytes if info.block_bytes else 1.0
+        """By their bytes: to fetch a segment takes as long as so many blocks."""
         self.tokens_per_s = 0.0
         """By its own measure; 0 before the first."""
         self.is_measured = False

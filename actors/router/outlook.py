@@ -55,7 +55,7 @@ class Reach:
     """Beyond what is on the device, the own node's store has no more than this of them."""
 
 
-_Similar = tuple[int, int, StoreId | None, int, int, EngineId | None]
+_Similar = tuple[int, int, StoreId | None, int, int, int, EngineId | None]
 
 
 class Outlook:
@@ -91,7 +91,8 @@ class Outlook:
             own_store = self._own.get(engine.node)
         rule = engine.rule
         alone = engine.engine_id if rule.num_segments else None  # who has which segments varies
-        similar = (num_on_device, reach, own_store, rule.num_segments, rule.num_recomputed, alone)
+        needed = rule.num_segments, rule.num_recomputed, rule.num_rewound
+        similar = (num_on_device, reach, own_store, *needed, alone)
         ways = self._ways.get(similar)
         if ways is None:
             ways = self._ways[similar] = tuple(self._ways_of(engine, num_on_device, reach))
@@ -165,7 +166,9 @@ class Outlook:
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         on_device = self._resume(engine, num_on_device, device)
         yield Prospect(
-            num_on_device=num_on_device, resume=on_device, computed_tokens=self._computed_tokens(on_device)
+            num_on_device=num_on_device,
+            resume=on_device,
+            computed_tokens=self._computed_tokens(engine, on_device),
         )
         if not self._any_store or on_device.boundary >= self._limit:
             return
@@ -176,27 +179,30 @@ class Outlook:
             yield self._fetching(engine, num_on_device, reach, own)
 
     def _fetching(self, engine: EngineView, num_on_device: int, reach: int, stores: int) -> Prospect:
-        """A segment counts as a block. Those that are expected are counted too: they are few."""
+        """A segment counts as the blocks that have its bytes; one that is expected too, as they are few."""
         device, own_store = self._directory.bit(engine.engine_id), self._own.get(engine.node)
         resume = self._resume(engine, reach, device | stores)
         where, own = self._where, self._bits[own_store] if own_store else 0
         blocks = range(num_on_device, resume.boundary)
         segments = [i for i in engine.rule.segments_at(resume.start) if not where.segment(i) & device]
-        num_own = sum(bool(where.segment(i) & own) for i in segments)
+        num_own = 0
         if own_store and self._leading.get(own_store, 0) >= resume.boundary:
-            num_own += len(blocks)
+            num_own = len(blocks)
         elif own:
-            num_own += sum(bool(where.blocks[i] & own) for i in blocks)
+            num_own = sum(bool(where.blocks[i] & own) for i in blocks)
+        own_segments = sum(bool(where.segment(i) & own) for i in segments)
+        segment_tokens = round(engine.blocks_per_segment * self._block_size)
         return Prospect(
             num_on_device=num_on_device,
             resume=resume,
-            computed_tokens=self._computed_tokens(resume),
-            own_tokens=num_own * self._block_size,
-            other_tokens=(len(blocks) + len(segments) - num_own) * self._block_size,
+            computed_tokens=self._computed_tokens(engine, resume),
+            own_tokens=num_own * self._block_size + own_segments * segment_tokens,
+            other_tokens=(len(blocks) - num_own) * self._block_size
+            + (len(segments) - own_segments) * segment_tokens,
         )
 
-    def _computed_tokens(self, resume: Resume) -> int:
-        return self._request.num_prompt_tokens - resume.start * self._block_size
+    def _computed_tokens(self, engine: EngineView, resume: Resume) -> int:
+        return self._request.num_prompt_tokens - engine.rule.first_token(resume, self._block_size)
 
     def sources(self, engine: EngineView, resume: Resume) -> tuple[PrefixSource, ...]:
         """Of all that the engine needs there and does not hold: what is only expected may fail to come."""

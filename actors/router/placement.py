@@ -62,7 +62,7 @@ class Placer:
             noted.append((now, engine))
         return Placement(
             engine_id=engine.engine_id,
-            expected_hit_tokens=chosen.resume.start * self._block_size,
+            expected_hit_tokens=request.num_prompt_tokens - chosen.computed_tokens,
             sources=outlook.sources(engine, chosen.resume),
         )
 

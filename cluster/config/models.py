@@ -150,7 +150,7 @@ class EngineKwargs(Section):
     num_dropped_layers: Annotated[int, Field(ge=0)] = _MODEL.num_dropped_layers
     """The last sliding-window layers that are not stored but computed again after a hit."""
     state_snapshot_every: Annotated[int, Field(ge=0)] = _MODEL.state_snapshot_every
-    """Blocks of a prompt between kept states of recurrent layers, beside its end's; 0 keeps no others."""
+    """Blocks between kept states of recurrent layers, beside ends and partings; 0 keeps no others."""
     speculative: Speculative | None = _MODEL.speculative
     """Where drafts of the next tokens come from. Not said: there are none."""
     num_draft_tokens: PositiveInt = _MODEL.num_draft_tokens

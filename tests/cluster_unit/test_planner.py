@@ -160,7 +160,7 @@ def test_three_of_four_layers_keep_a_whole_state(tmp_path: Path) -> None:
     assert made.bytes_per_token == 12 * 2 * 2 * 256 * 2
     layout = made.footprint.layout
     assert layout.slots.num_bytes == layout.segments.num_bytes == matrices + inputs
-    assert (layout.rule.num_segments, layout.can_rewind) == (1, False)
+    assert (layout.rule.num_segments, layout.whole_states) == (1, True)
     said = output(str(tmp_path), "--max-model-len", "32768")
     assert "36 layers × 32 × 128 × 128 float32" in said
     assert "one is the state at a boundary" in said
@@ -199,6 +199,16 @@ def test_a_table_and_json_say_the_same(tmp_path: Path) -> None:
     said = json.loads(output(*command, "--json"))
     assert (said["rings"]["bytes_per_layer"], said["rings"]["stored_bytes"]) == (70_752, 1_415_040)
     assert (said["usable_slots"], said["weights_bytes"], said["served"]) == (76, 2048, False)
+
+
+def test_json_says_what_recurrent_layers_keep(tmp_path: Path) -> None:
+    said = json.loads(output(str(written(tmp_path, QWEN3_NEXT_80B)), "--json"))
+    assert said["rings"] is None
+    assert [(state["name"], state["num_layers"], state["shape"]) for state in said["states"]] == [
+        ("convolution", 36, [3, 8192]),
+        ("recurrent", 36, [32, 128, 128]),
+    ]
+    assert said["bytes_per_segment"] == said["bytes_per_slot"] == 36 * 4 * (3 * 8192 + 32 * 128 * 128)
 
 
 @pytest.mark.parametrize(

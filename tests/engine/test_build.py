@@ -211,7 +211,7 @@ def test_a_rehearsal_has_a_layer_of_each_kind(windows: tuple[int | None, ...], n
 def test_a_rehearsal_computes_its_layers_as_the_model_does(tmp_path: Path) -> None:
     checkpoint, backend = tiny_llama(tmp_path), CpuBackend(1)
     loaded = build.load_model(checkpoint, backend, max_model_len=32)
-    layout = loaded.layout(block_size=16, dtype="float32", max_model_len=32)
+    layout = loaded.config.layout(block_size=16, dtype="float32", max_model_len=32)
     plan = build._rehearsal(a_config(checkpoint, max_model_len=32), [(0, 5)])
 
     def rows_written(num_layers: int) -> Tensor:

@@ -38,7 +38,7 @@ def test_the_parts_of_deepseek_v4() -> None:
         (1, "window", (131, 512)),
     ]
     assert layout.rule == BoundaryRule(num_segments=1, num_recomputed=1, num_rewound=4)
-    assert not layout.snapshots
+    assert not layout.whole_states
 
 
 def test_20_layers_of_deepseek_v4_in_rows_of_8_bits() -> None:
@@ -58,7 +58,6 @@ def test_a_ring_of_deepseek_v4_reaches_back_beyond_drafts_that_were_wrong(drafts
     sizes = {p.part.name: p.part.shape[0] for p in layout.slots.parts if p.layer == 1}
     assert sizes == {"window": rows, "making": 8 + drafts, "index making": 8 + drafts}
     assert rows - drafts >= V4.segment_rows(128) - 1
-    assert layout.can_rewind is (drafts > 0)
 
 
 def test_a_window_of_several_blocks_is_in_as_many_segments() -> None:

@@ -204,6 +204,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_dropped=st.sampled_from([0, 0, 1, 2]),
         num_rewound=st.sampled_from([0, 2]),
         num_segments=st.sampled_from([2, 5, 11]),
+        snapshot_every=st.sampled_from([1, 1, 0, 2]),
         num_draft_tokens=st.sampled_from([0, 1, 4]),
         right=st.sampled_from([0.3, 0.8, 1.0]),
     )
@@ -215,6 +216,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_dropped: int,
         num_rewound: int,
         num_segments: int,
+        snapshot_every: int,
         num_draft_tokens: int,
         right: float,
     ) -> None:
@@ -228,6 +230,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_dropped=num_dropped,
             num_rewound=num_rewound if window in {4, 6} else 0,
             num_segments=num_segments,
+            snapshot_every=snapshot_every,
             eager=eager,
             view=self.view,
             drafts=FakeDrafts(num_draft_tokens, right=right, waits=0.6) if num_draft_tokens else None,

@@ -82,7 +82,7 @@ WINDOW = Part(name="window", shape=(134, 528), dtype="uint8")
 
 
 def mixed(*layers: LayerLayout) -> ModelLayout:
-    return ModelLayout.of(layers, block_size=16, rule=BoundaryRule(num_segments=1), can_rewind=False)
+    return ModelLayout.of(layers, block_size=16, rule=BoundaryRule(num_segments=1), whole_states=True)
 
 
 def test_parts_of_any_kind_lie_beside_keys_and_values() -> None:

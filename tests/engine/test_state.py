@@ -308,7 +308,7 @@ def test_a_whole_state_is_kept_where_somebody_is_likely_to_come_back() -> None:
 def test_a_whole_state_is_kept_at_every_so_manieth_boundary() -> None:
     bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=2)
     bench.serve("first", [*PROMPT, *PROMPT])
-    assert segments_of(bench, [*PROMPT, *PROMPT]) == [1, 3, 5, 7, 9, 11]
+    assert segments_of(bench, [*PROMPT, *PROMPT]) == [1, 3, 5, 7, 9, 11, 12], "and where the turn ends"
     assert bench.serve("parts after three blocks", [*PROMPT[:13], 1, 2]) == 8
 
 
@@ -318,6 +318,14 @@ def test_of_the_states_that_an_output_comes_past_the_last_remains() -> None:
     longer = [*PROMPT, *bench.tokens["turn 1"], 1, 2, 3]
     assert segments_of(bench, longer) == [5, 9], "of blocks 6 to 9, which the output filled"
     assert bench.serve("turn 2", longer) == 40, "of 41 tokens that were computed"
+    assert bench.drained()
+
+
+def test_the_state_behind_a_prompt_that_fills_its_last_block_is_kept_for_who_goes_on() -> None:
+    bench = Bench(window=2, num_blocks=60, num_segments=60, snapshot_every=0)
+    bench.serve("turn 1", PROMPT[:24], max_tokens=3)
+    assert bench.serve("again", PROMPT[:24]) == 20, "its last token is computed for the next"
+    assert bench.serve("turn 2", [*PROMPT[:24], *bench.tokens["turn 1"], 1]) == 24
     assert bench.drained()
 
 

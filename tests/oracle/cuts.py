@@ -87,7 +87,7 @@ class Subject:
 
     @property
     def _layout(self) -> ModelLayout:
-        return self.loaded.layout(
+        return self.loaded.config.layout(
             block_size=self.block_size,
             dtype="float32",
             max_model_len=self.setup.max_model_len,

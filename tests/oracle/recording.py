@@ -147,7 +147,7 @@ class Served:
         )
         assert setup.num_blocks is not None
         self.recording = Recording()
-        layout = loaded.layout(
+        layout = loaded.config.layout(
             block_size=setup.block_size,
             dtype=setup.kv_cache_dtype,
             max_model_len=setup.max_model_len,

@@ -63,7 +63,7 @@ class Pages:
         blocks = -(-max(map(len, self.sequences)) // self.block_size)
         num_blocks = blocks * num_sequences + 1
         self._decoder = self.loaded.decoder(self.backend, max_rows=num_rows, max_logits=num_rows)
-        layout = self.loaded.layout(
+        layout = self.loaded.config.layout(
             block_size=self.block_size,
             dtype=self.kv_cache_dtype,
             max_model_len=self.max_model_len,

@@ -35,10 +35,11 @@ def test_every_cut_of_a_recurrent_model_has_the_logits_of_a_cold_machine(name: s
 
 @pytest.mark.parametrize("every", [0, 3])
 def test_fewer_snapshots_make_hits_shorter_and_never_wrong(every: int, tmp_path: Path) -> None:
-    """Each prompt leaves its own end's state behind, one block before the next one's end."""
+    """Each prompt fills no last block, and leaves its end's state behind, one block before the next one's."""
     subject = replace(SUBJECTS["qwen3.5"](tmp_path), snapshot_every=every)
+    lengths = [32 * i + 31 for i in range(1, subject.num_blocks + 1)]
     for place in (Place.DEVICE, Place.BESIDE_OTHERS):
-        for i, cut in enumerate(Cuts(subject).of(place), start=1):
+        for i, cut in enumerate(Cuts(subject).of(place, lengths), start=1):
             has_snapshot = i == subject.num_blocks or (every and i % every == 0)
             assert cut.num_cached == 32 * (i if has_snapshot else i - 1)
             assert not cut.wrong

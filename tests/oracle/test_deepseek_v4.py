@@ -219,9 +219,9 @@ def test_blocks_must_end_where_stretches_do(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="--block-size 16 must be a multiple of 32 for DeepseekV4ForCausalLM"
     ):
-        loaded.layout(block_size=16, dtype="float32", max_model_len=64)
+        loaded.config.layout(block_size=16, dtype="float32", max_model_len=64)
     with pytest.raises(ValueError, match="cannot leave 5 of 4 sliding layers unstored"):
-        loaded.layout(block_size=32, dtype="float32", max_model_len=64, num_dropped_layers=5)
+        loaded.config.layout(block_size=32, dtype="float32", max_model_len=64, num_dropped_layers=5)
 
 
 def test_24_an_attention_that_is_not_what_ours_takes_it_for_is_refused(

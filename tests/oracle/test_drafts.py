@@ -52,7 +52,7 @@ def tokens(seed: int, length: int) -> list[int]:
 
 
 def layout(loaded: LoadedModel, num_dropped: int = 0) -> ModelLayout:
-    return loaded.layout(
+    return loaded.config.layout(
         block_size=BLOCK_SIZE, dtype="float32", max_model_len=512, num_dropped_layers=num_dropped
     )
 
@@ -143,7 +143,10 @@ def test_case_30_every_boundary_is_taken_up_from_what_drafting_left(
     loaded: LoadedModel, num_dropped: int, right: float
 ) -> None:
     """On the device and from the own store; drafting goes on there too."""
-    if num_dropped and loaded.layout(block_size=BLOCK_SIZE, dtype="float32", max_model_len=512).rings is None:
+    if (
+        num_dropped
+        and loaded.config.layout(block_size=BLOCK_SIZE, dtype="float32", max_model_len=512).rings is None
+    ):
         pytest.skip("it has no layers to drop")
     first = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
     cold = serve(loaded, PLAIN, [first])

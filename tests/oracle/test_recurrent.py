@@ -74,10 +74,10 @@ def test_a_state_that_was_not_restored_is_felt(loaded: LoadedModel) -> None:
 
 
 def test_drafts_and_dropped_layers_are_none_of_theirs(loaded: LoadedModel) -> None:
-    layout = loaded.layout(block_size=16, dtype="float32", max_model_len=512)
-    assert layout.snapshots and not layout.can_rewind
+    layout = loaded.config.layout(block_size=16, dtype="float32", max_model_len=512)
+    assert layout.whole_states
     with pytest.raises(ValueError, match=r"cannot drop 1 sliding layers: .* 0 have a window"):
-        loaded.layout(block_size=16, dtype="float32", max_model_len=512, num_dropped_layers=1)
+        loaded.config.layout(block_size=16, dtype="float32", max_model_len=512, num_dropped_layers=1)
 
 
 @torch.inference_mode()

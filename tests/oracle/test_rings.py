@@ -257,7 +257,7 @@ class Machine:
     num_blocks = 48
 
     def __init__(self, model: LoadedModel, dtype: KVDtype, dropped: int) -> None:
-        layout = model.layout(
+        layout = model.config.layout(
             block_size=BLOCK, dtype=dtype, max_model_len=MAX_MODEL_LEN, num_dropped_layers=dropped
         )
         self.memory = DeviceMemory(

@@ -139,6 +139,8 @@ class AnyHistory(RuleBasedStateMachine):
                 memory="",
                 fingerprint=b"",
                 rule=self.rule_of[engine_id],
+                block_bytes=2,
+                segment_bytes=number % 8,
             )
             for number, engine_id in enumerate(ENGINES)
             if engine_id in present

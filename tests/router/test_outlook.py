@@ -40,6 +40,8 @@ class Cluster:
     """A on the node `east`, B on `west`, each with its store; all have what a test says."""
 
     rule: BoundaryRule = field(default_factory=BoundaryRule)
+    segment_bytes: int = 1
+    """A block has as many by default."""
     sequences: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -50,7 +52,14 @@ class Cluster:
 
     def engine(self, engine_id: EngineId, node: str) -> EngineInfo:
         return EngineInfo(
-            engine_id=engine_id, node=node, backend="", memory="", fingerprint=b"", rule=self.rule
+            engine_id=engine_id,
+            node=node,
+            backend="",
+            memory="",
+            fingerprint=b"",
+            rule=self.rule,
+            block_bytes=1,
+            segment_bytes=self.segment_bytes,
         )
 
     def set_stores(self, *store_ids: StoreId) -> None:
@@ -169,6 +178,18 @@ def test_what_the_engine_would_rather_compute_is_no_hit() -> None:
     assert cluster.place(10 * BLOCK + 1, A).sources == (source(WEST, 0, 8),), "it is fast to its own store"
 
 
+@pytest.mark.parametrize(("segment_bytes", "hit_tokens"), [(1, 10 * BLOCK), (9, 10 * BLOCK), (11, 0)])
+def test_a_large_state_is_a_hit_if_it_is_fetched_sooner_than_its_prefix_is_computed(
+    segment_bytes: int, hit_tokens: int
+) -> None:
+    """Ten blocks take half as long to fetch as to compute."""
+    cluster = Cluster(rule=WINDOW, segment_bytes=segment_bytes)
+    for engine_id in (A, B):
+        cluster.engine_has(engine_id, (), fetch_tokens_per_s=(2000.0, 2000.0))
+    cluster.store_has(EAST, blocks(range(10)) + segments([9]))
+    assert cluster.place().expected_hit_tokens == hit_tokens
+
+
 def test_over_a_slow_network_the_own_nodes_store_still_counts() -> None:
     cluster = Cluster()
     cluster.store_has(EAST, blocks(range(3)))
@@ -248,6 +269,15 @@ def test_layers_that_are_not_stored_are_computed_again_and_count() -> None:
     assert cluster.place() == Placement(
         engine_id=A, expected_hit_tokens=5 * BLOCK, sources=(source(EAST, 0, 8, 4),)
     )
+
+
+@pytest.mark.parametrize(("num_recomputed", "resumed"), [(0, 8), (3, 5)])
+def test_tokens_before_a_start_that_are_computed_again_are_no_hit(num_recomputed: int, resumed: int) -> None:
+    rule = BoundaryRule(num_segments=1, num_recomputed=num_recomputed, num_rewound=4)
+    cluster = Cluster(rule=rule)
+    cluster.engine_has(A, blocks(range(8)) + segments([4, 7]))
+    assert cluster.place() == Placement(engine_id=A, expected_hit_tokens=resumed * BLOCK - 4)
+    assert Cluster(rule=rule).place(5).expected_hit_tokens == 0
 
 
 def test_what_is_only_expected_is_fetched_if_a_store_has_it() -> None:

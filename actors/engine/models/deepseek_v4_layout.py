@@ -114,7 +114,6 @@ class V4Shape:
                 num_recomputed=-(-num_dropped_layers * before // block_size),
                 num_rewound=self.num_rewound,
             ),
-            can_rewind=num_draft_tokens > 0,
         )
 
     def segment_rows(self, block_size: int) -> int:
