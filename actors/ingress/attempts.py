@@ -145,9 +145,10 @@ class Attempts:
         return self._request
 
     def _patience_s(self, place: Place) -> float:
+        """The last that can take it is given more time: what drains is no other place for what is new."""
         tried = self._tried | {place.link.engine_id}
-        is_last = all(link.engine_id in tried for home in self._homes() for link in home.links)
-        return CALL_DEADLINE_S if is_last else HUNG_AFTER_S
+        has_others = any(home.placer.others(tried) for home in self._homes())
+        return HUNG_AFTER_S if has_others else CALL_DEADLINE_S
 
     async def _hear(self, inbox: Inbox) -> TokenChunk:
         chunk = await inbox.get()

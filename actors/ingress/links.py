@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
@@ -176,12 +176,12 @@ class Links:
         """We may know it some seconds before the router does."""
         return frozenset(engine_id for engine_id, link in self._links.items() if link.lost)
 
-    @property
-    def avoided(self) -> frozenset[EngineId]:
-        """Those that are lost, and those that are silent while any other is not."""
+    def avoided(self, closed: Set[EngineId]) -> frozenset[EngineId]:
+        """Those that are lost, and those that are silent while any other is not, but for the closed ones:
+        these take nothing new."""
         silent = {engine_id for engine_id, link in self._links.items() if link.is_silent}
         avoided = self.lost | silent
-        return avoided if len(avoided) < len(self._links) else self.lost
+        return avoided if self._links.keys() - avoided - closed else self.lost
 
     async def introduce(self, actors: Mapping[EngineId, Any]) -> None:
         """Exactly these engines exist. Requests on one that does no longer are lost to it; a broken stream is

@@ -88,7 +88,7 @@ class Placer:
                 attempt=request.attempt,
                 num_prompt_tokens=request.num_tokens,
                 block_keys=block_keys,
-                exclude=tried | unlinked | self._links.avoided | self._draining,
+                exclude=tried | unlinked | self._links.avoided(self._draining) | self._draining,
             )
             try:
                 reply = await self._ask(wanted)
@@ -97,17 +97,21 @@ class Placer:
             if reply is None:
                 # One that was just restarted knows nobody yet: it is told when we are.
                 left_s = wanted_by - _now()
-                if left_s <= 0 or not self._others(wanted.exclude):
+                if left_s <= 0 or not self.others(wanted.exclude):
                     return None
                 await self._links.introduced(left_s)
             elif link := await self._links.find(reply.engine_id):
                 return self._place(link, self._went_by(request, wanted, reply), reply.sources)
             else:
                 unlinked |= {reply.engine_id}
-        others = self._others(tried | self._links.avoided)
+        others = self.others(tried | self._links.avoided(self._draining))
         if not others:
             return None
         return self._place(min(others, key=lambda link: link.num_requests), PlacedBy.ROUTER_AWAY)
+
+    def others(self, excluded: frozenset[EngineId]) -> list[Link]:
+        """Where a new request could go."""
+        return [link for link in self._links if link.engine_id not in excluded | self._draining]
 
     def place_on_draining(self, tried: frozenset[EngineId]) -> Place | None:
         """Where the fewest of ours are, of what drains; the router no longer names it."""
@@ -135,9 +139,6 @@ class Placer:
     def _place(self, link: Link, by: PlacedBy, sources: tuple[PrefixSource, ...] = ()) -> Place:
         self._warner.note(by)
         return Place(link=link, by=by, sources=sources)
-
-    def _others(self, excluded: frozenset[EngineId]) -> list[Link]:
-        return [link for link in self._links if link.engine_id not in excluded | self._draining]
 
     def _went_by(self, request: EngineRequest, wanted: PlacementRequest, reply: PlacementReply) -> PlacedBy:
         if reply.hit_tokens:

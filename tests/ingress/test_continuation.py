@@ -433,6 +433,29 @@ def test_a_hung_engine_costs_its_first_request_some_seconds_and_the_next_ones_no
     run(_a_hung_engine())
 
 
+async def _the_only_one_that_takes_what_is_new_is_slow() -> None:
+    """What drains is no better place: neither for who waits for that one, nor for who comes meanwhile."""
+    slow = FakeEngine()
+    answer = Unanswered()
+    answers, slow.submit = slow.submit, Method(lambda *_: answer)
+    streams = some_streams()
+    await streams.introduce(FakeRouter(A, B), {A: DrawingEngine(), B: slow}, {}, b"f", draining={A})
+    slow.say(7, end=FinishReason.LENGTH)
+    asked = asyncio.ensure_future(all_chunks(streams, REQUEST, ()))
+    await asyncio.sleep(HUNG_AFTER_S + CALL_DEADLINE_S / 2)
+    answer.settle()
+    slow.outbox.put_nowait(slow.answer[0])
+    assert tokens_of(await asked) == [7]
+    slow.submit = Method(lambda *_: Unanswered())
+    assert only_error(await all_chunks(streams, REQUEST, ())) is ErrorKind.ENGINE_LOST
+    slow.submit = answers
+    assert tokens_of(await all_chunks(streams, REQUEST, ())) == [7], "it is silent, and there is no other"
+
+
+def test_the_only_one_that_takes_what_is_new_is_waited_for() -> None:
+    run(_the_only_one_that_takes_what_is_new_is_slow())
+
+
 async def _everybody_is_slow() -> None:
     """As where a machine stands still for a while: whoever is last is given the time that it takes."""
     engines = {A: FakeEngine(), B: FakeEngine()}
