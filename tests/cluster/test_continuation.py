@@ -145,7 +145,7 @@ def test_case_14_while_the_router_is_away_requests_are_served_and_say_so(three: 
 
 def test_streams_of_every_kind_while_each_actor_is_killed_in_turn(three: Served) -> None:
     wait_for(lambda: is_whole(three), "everybody is there")
-    streams = Streams(three.url, bodies(three.url, len(KINDS), 150))
+    streams = Streams(three.url, bodies(three.url, len(KINDS), 400))
     streams.run_undisturbed()
     num_known = len(continuations(three))
     blows = [Blow(role=role, signal=signal.SIGKILL) for role in ROLES]
