@@ -31,8 +31,9 @@ class Pace:
     def retry_after_s(self) -> int:
         """For one that is refused now, in whole seconds, as the header has it; at least 1."""
         now = self._clock()
-        self._turn = min(max(now, self._turn) + 1 / self._per_s(), now + LONGEST_S)
-        return max(1, math.ceil(self._turn - now))
+        wait_s = min(max(0.0, self._turn - now) + 1 / self._per_s(), LONGEST_S)
+        self._turn = now + wait_s
+        return max(1, math.ceil(wait_s))
 
     def _per_s(self) -> float:
         """As if one more ended now: before the first has, nothing is known but how long it takes."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.actors.ingress.pace import LONGEST_S, Pace
@@ -58,6 +58,7 @@ def test_an_idle_hour_does_not_count_as_slow() -> None:
     assert pace.retry_after_s() == 1
 
 
+@example(events=[(12.0, "refused"), (1.6931471820000001, "refused"), (1e-05, "refused")])
 @given(st.lists(st.tuples(st.floats(0, 100), st.sampled_from(["ended", "refused", "restart"]))))
 def test_it_is_always_a_time_that_a_client_can_wait(events: list[tuple[float, str]]) -> None:
     clock = Clock()
