@@ -186,7 +186,7 @@ class EngineActor:
 
         def arrive(engine: Engine) -> Sequence[Reply]:
             self._arrived += [(request.request_id, request.attempt) for request in requests]
-            return [reply for request in requests for reply in engine.submit(request, ingress_id)]
+            return engine.submit(requests, ingress_id)
 
         self._started.do(arrive)
 

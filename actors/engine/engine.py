@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -89,8 +89,8 @@ class Engine:
         """Whether a step would do something now, before anything that is being fetched has come."""
         return bool(self._in_flight) or self._scheduler.may_run
 
-    def submit(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
-        return self._scheduler.add(request, reply_to)
+    def submit(self, requests: Sequence[EngineRequest], reply_to: IngressId) -> list[Reply]:
+        return self._scheduler.add(requests, reply_to)
 
     def abort(self, request_id: RequestId, attempt: int) -> list[Reply]:
         self._scheduler.abort(request_id, attempt)

@@ -6,6 +6,7 @@ Plain Python over integers. It never sees a tensor, so every decision can be rep
 import time
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Series
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,34 +202,43 @@ class Scheduler:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Of what came with all requests together; of the choices of one prompt only once."""
-        least: dict[RequestId, int] = {}
+        alone, least = 0, dict[RequestId, int]()
         for sequence in self._sequences.values():
-            prompt_id, uncomputed = sequence.request.prompt_id, sequence.num_uncomputed
-            least[prompt_id] = min(uncomputed, least.get(prompt_id, uncomputed))
-        return sum(least.values())
+            group, uncomputed = sequence.request.group, sequence.num_uncomputed
+            if group is None:
+                alone += uncomputed
+            else:
+                least[group] = min(uncomputed, least.get(group, uncomputed))
+        return alone + sum(least.values())
 
-    def add(self, request: EngineRequest, reply_to: IngressId) -> list[Reply]:
-        """Queue a request, or answer at once that it cannot run.
+    def add(self, requests: Series[EngineRequest], reply_to: IngressId) -> list[Reply]:
+        """Queue requests, or answer at once that they cannot run.
 
-        The choices of one prompt are let in together: what came before them is what counts.
+        requests: one, or the choices of one prompt, which differ in names and seeds alone. They are judged,
+        and let in, together: what came before them is what counts.
         """
-        others = [s for s in self._sequences.values() if s.request.prompt_id != request.prompt_id]
+        first = requests[0]
         error = self._refusals.refusal(
-            request, num_requests=len(others), num_queued_tokens=self._num_queued_tokens(request.prompt_id)
+            first,
+            num_requests=sum(s.request.prompt_id != first.prompt_id for s in self._sequences.values()),
+            num_queued_tokens=self._num_queued_tokens(first.prompt_id),
         )
         if error is not None:
-            return [Reply(to=reply_to, chunk=_error_chunk(request, error))]
-        sequence = Sequence(
-            sequence_id=SequenceId(self._next_sequence),
-            request=request,
-            reply_to=reply_to,
-            keys=[root_key(self._fingerprint, request.cache_salt)],
-            arrived=self._clock(),
-        )
-        self._next_sequence += 1
-        self._sequences[sequence.sequence_id] = sequence
-        insort(self._waiting, sequence, key=_rank)
-        sequence.may_fetch = not self._fetches.begin(sequence)  # what it finds here now may be gone by then
+            return [Reply(to=reply_to, chunk=_error_chunk(request, error)) for request in requests]
+        keys = [root_key(self._fingerprint, first.cache_salt)]
+        for request in requests:
+            sequence = Sequence(
+                sequence_id=SequenceId(self._next_sequence),
+                request=request,
+                reply_to=reply_to,
+                keys=list(keys),
+                arrived=self._clock(),
+            )
+            self._next_sequence += 1
+            self._sequences[sequence.sequence_id] = sequence
+            insort(self._waiting, sequence, key=_rank)
+            sequence.may_fetch = not self._fetches.begin(sequence)  # what it finds here may be gone by then
+            keys = sequence.keys  # named once for all of them
         return []
 
     def _num_queued_tokens(self, besides: RequestId) -> int:

@@ -102,7 +102,7 @@ class Shoal:
             stop_token_ids=frozenset(),
             sampling=SamplingParams(temperature=0.0),
         )
-        for reply in self._engine.submit(request, BENCH):
+        for reply in self._engine.submit([request], BENCH):
             if reply.chunk.error is not None:
                 raise ValueError(f"this case cannot be measured: {reply.chunk.error.message}")
 

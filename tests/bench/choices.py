@@ -46,9 +46,11 @@ class Choices:
         engine = self._built.engine
         begun: set[RequestId] = set()
         began = time.perf_counter()
-        for i in range(num_choices):
-            name = RequestId(f"{one.request_id}-{i}")
-            assert not engine.submit(replace(one, request_id=name, sampling=SamplingParams(seed=i)), INGRESS)
+        choices = [
+            replace(one, request_id=RequestId(f"{one.request_id}-{i}"), sampling=SamplingParams(seed=i))
+            for i in range(num_choices)
+        ]
+        assert not engine.submit(choices, INGRESS)
         while len(begun) < num_choices:
             begun |= {reply.chunk.request_id for reply in engine.step() if reply.chunk.token_ids}
         took_s = time.perf_counter() - began

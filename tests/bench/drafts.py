@@ -111,17 +111,15 @@ class Server:
     def _submit(self, task: Task, index: int, num_tokens: int) -> RequestId:
         self._num_requests += 1
         name = RequestId(str(self._num_requests))
-        replies = self.built.engine.submit(
-            EngineRequest(
-                request_id=name,
-                attempt=1,
-                prompt_token_ids=task.prompts[index % len(task.prompts)],
-                max_tokens=num_tokens,
-                stop_token_ids=frozenset(),
-                sampling=SamplingParams(temperature=task.temperature, seed=index),
-            ),
-            BENCH,
+        request = EngineRequest(
+            request_id=name,
+            attempt=1,
+            prompt_token_ids=task.prompts[index % len(task.prompts)],
+            max_tokens=num_tokens,
+            stop_token_ids=frozenset(),
+            sampling=SamplingParams(temperature=task.temperature, seed=index),
         )
+        replies = self.built.engine.submit([request], BENCH)
         assert not replies, replies
         return name
 

@@ -69,7 +69,7 @@ def without_cache(config: EngineConfig) -> "Alone":
     engine = build_engine(replace(config, prefix_cache="naive")).engine
 
     def answer(prompt: Prompt, num_blocks: int = NUM_BLOCKS) -> Answer:
-        replies = engine.submit(request("alone", tokens(prompt, num_blocks)), IngressId("alone"))
+        replies = engine.submit([request("alone", tokens(prompt, num_blocks))], IngressId("alone"))
         while engine.has_work:
             replies += engine.step()
         return Answer.of([reply.chunk for reply in replies])

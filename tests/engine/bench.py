@@ -133,8 +133,9 @@ class Bench:
         self.device = FakeDevice(self.block_size, eager=self.eager)
         self.engine = Engine(self.scheduler, self.runner, self.device)
 
-    def submit(self, request: EngineRequest) -> None:
-        self._take(self.engine.submit(request, INGRESS))
+    def submit(self, *requests: EngineRequest) -> None:
+        """One, or the choices of a prompt."""
+        self._take(self.engine.submit(requests, INGRESS))
 
     def serve(self, name: str, prompt: Sequence[int], max_tokens: int = 1, **more: Any) -> int:
         """One request by itself, with all that is to be copied; how many tokens of its prompt were cached.

@@ -61,7 +61,7 @@ def serve(built: build.BuiltEngine, prompt: tuple[int, ...], max_tokens: int) ->
         stop_token_ids=frozenset(),
         sampling=SamplingParams(temperature=0.0),
     )
-    built.engine.submit(request, IngressId("i"))
+    built.engine.submit([request], IngressId("i"))
     replies = []
     while built.engine.has_work:
         replies += [reply.chunk for reply in built.engine.step()]
@@ -260,7 +260,7 @@ def test_an_engine_that_drafts_has_room_for_it_and_takes_up_what_one_that_does_n
     )
     answers: list[list[int]] = []
     for built in (plain, drafting):
-        built.engine.submit(request, IngressId("i"))
+        built.engine.submit([request], IngressId("i"))
         answers.append([])
         while built.engine.has_work:
             answers[-1] += [token for reply in built.engine.step() for token in reply.chunk.token_ids]

@@ -136,7 +136,7 @@ def test_a_stop_token_among_the_drafts_ends_the_sequence_there() -> None:
 def test_logprobs_are_of_the_tokens_that_count() -> None:
     said = []
     bench = a_bench(right=0.5)
-    bench.engine.submit(a_request("a", PROMPT, max_tokens=12, logprobs=0), INGRESS)
+    bench.engine.submit([a_request("a", PROMPT, max_tokens=12, logprobs=0)], INGRESS)
     while bench.engine.has_work:
         for reply in bench.engine.step():
             said += list(zip(reply.chunk.token_ids, reply.chunk.logprobs, strict=True))

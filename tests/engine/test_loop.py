@@ -30,7 +30,7 @@ class Turned:
         self.delivered.append((list(replies), num_requests))
 
     def submit(self, name: str, max_tokens: int) -> None:
-        self.loop.do(lambda engine: engine.submit(a_request(name, [1, 2], max_tokens), INGRESS))
+        self.loop.do(lambda engine: engine.submit([a_request(name, [1, 2], max_tokens)], INGRESS))
 
 
 def test_commands_are_done_between_steps_and_every_turn_says_how_many_requests_there_are() -> None:

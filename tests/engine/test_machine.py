@@ -78,7 +78,7 @@ class Watched:
     num_plans: int = 0
 
     def submit(self, prompt: Sequence[int], max_tokens: int, num_choices: int = 1, **more: Any) -> None:
-        first = len(self.requests) + 1
+        first, choices = len(self.requests) + 1, list[EngineRequest]()
         for number in range(first, first + num_choices):
             sampling = SamplingParams(seed=number - first)
             request = a_request(
@@ -87,11 +87,12 @@ class Watched:
             self.requests[request.request_id] = request
             salt = request.cache_salt
             self.salt_of |= dict.fromkeys(self.bench.keys([*prompt, *expected(request)], salt), salt)
-            self._submit(request)
+            choices.append(request)
+        self._submit(*choices)
 
-    def _submit(self, request: EngineRequest) -> None:
-        self.salts.append(request.cache_salt)
-        self.bench.submit(request)
+    def _submit(self, *requests: EngineRequest) -> None:
+        self.salts += [request.cache_salt for request in requests]
+        self.bench.submit(*requests)
 
     def abort(self, name: str) -> None:
         if name not in self.bench.finished:

@@ -147,7 +147,7 @@ def test_steps_run_in_order_on_one_thread_of_their_own() -> None:
     bench = Bench()
     runner = ThreadedRunner(bench)
     engine = Engine(bench.scheduler, runner)
-    engine.submit(a_request("a", [1, 2], max_tokens=4), INGRESS)
+    engine.submit([a_request("a", [1, 2], max_tokens=4)], INGRESS)
     assert engine.step() == [], "it is back while the step computes"
     tokens: list[int] = []
     while engine.has_work:

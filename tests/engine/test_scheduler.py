@@ -240,7 +240,7 @@ def test_an_abort_of_another_attempt_is_not_ours() -> None:
 def test_an_ingress_that_is_gone_takes_its_requests_along() -> None:
     bench = Bench()
     bench.submit(a_request("stays", [1]))
-    bench.engine.submit(a_request("goes", [2]), IngressId("ingress-2"))
+    bench.engine.submit([a_request("goes", [2])], IngressId("ingress-2"))
     bench.step()
     bench.engine.abort_all(IngressId("ingress-2"))
     bench.finish()

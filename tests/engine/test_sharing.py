@@ -237,7 +237,7 @@ def test_a_request_longer_than_the_context_is_refused() -> None:
 
 
 def chunks_of(bench: Bench, request: EngineRequest) -> list[TokenChunk]:
-    bench.engine.submit(request, INGRESS)
+    bench.engine.submit([request], INGRESS)
     chunks = []
     while bench.engine.has_work:
         chunks += [reply.chunk for reply in bench.engine.step()]

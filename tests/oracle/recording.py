@@ -211,7 +211,7 @@ class Served:
         sequence = SequenceId(self._num_submitted)
         if watch:
             self._watched.add(sequence)
-        assert not self.engine.submit(request, INGRESS)
+        assert not self.engine.submit([request], INGRESS)
         return sequence
 
     def serve(self, requests: Sequence[EngineRequest] = ()) -> Recording:
