@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from itertools import islice
 from typing import Literal, Protocol
+from weakref import ref
 
 from shoal.actors.engine.prompt_lookup import PromptLookup
 from shoal.actors.engine.sequence import Sequence
@@ -41,6 +42,9 @@ class PromptLookupDrafts:
         if num_draft_tokens < 1:
             raise ValueError(f"num_draft_tokens must be at least 1, got {num_draft_tokens}")
         self._num_draft_tokens = num_draft_tokens
+        self._newest: ref[PromptLookup] | None = None
+        """The one that was made last, if its sequence has not ended: those that are forked from one another
+        need not all look through their prompt."""
 
     def wait(self, sequence: Sequence, *, num_running: int) -> bool:
         chances = self._lookup(sequence).chances()
@@ -56,7 +60,10 @@ class PromptLookupDrafts:
         if sequence.lookup is None:
             request = sequence.request
             longest = len(request.prompt_token_ids) + request.max_tokens
-            sequence.lookup = PromptLookup(sequence.tokens, longest)
+            newest = self._newest() if self._newest else None
+            same = newest.copy_for(sequence.tokens, longest) if newest else None
+            sequence.lookup = same or PromptLookup(sequence.tokens, longest)
+            self._newest = ref(sequence.lookup)
         sequence.lookup.catch_up()
         return sequence.lookup
 

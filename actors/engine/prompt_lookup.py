@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from copy import copy
 from itertools import count
 
 LONGEST_MATCH = 16
@@ -38,6 +39,16 @@ class PromptLookup:
         self._place = _NOWHERE
         """Of the token that may come next."""
         self._num_common = 0
+
+    def copy_for(self, tokens: list[int], capacity: int) -> "PromptLookup | None":
+        """For another sequence, if it has the same tokens and may come to be as long."""
+        if tokens != self._tokens or len(self._latest) != _num_hashes(capacity):
+            return None
+        other = copy(self)
+        other._tokens = tokens
+        other._latest, other._before = self._latest[:], self._before[:]
+        other._chances = list(self._chances)
+        return other
 
     @staticmethod
     def num_bytes(capacity: int) -> int:

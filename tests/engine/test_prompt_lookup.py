@@ -99,6 +99,26 @@ def test_however_it_is_caught_up_with_it_is_the_same() -> None:
     assert at_once.chances(5) == by_one.chances(5)
 
 
+def test_a_copy_is_what_its_sequence_would_have_had_and_goes_its_own_way() -> None:
+    tokens = [n * n % 7 for n in range(50)]
+    parent, fork = Followed([*tokens]), Followed([*tokens])
+    made = parent.lookup.copy_for(fork.tokens, ROOMY)
+    assert made is not None
+    alone, fork.lookup = Followed([*tokens]), made
+    parent.hear(9, 9, 9)
+    for token in (1, 4, 2, 2, 4, 1):
+        fork.hear(token)
+        alone.hear(token)
+        assert fork.guess() == alone.guess() and fork.chances(5) == alone.chances(5)
+    assert parent.guess() == [9, 9, 9, 9]
+
+
+def test_there_is_no_copy_for_other_tokens_or_another_length() -> None:
+    it = Followed([1, 2, 3])
+    assert it.lookup.copy_for([1, 2, 4], ROOMY) is None
+    assert it.lookup.copy_for([1, 2, 3], 2 * ROOMY) is None
+
+
 def test_its_memory_is_known_beforehand() -> None:
     for capacity in (1, 2, 100, 8192):
         it = Followed([n % 5 for n in range(capacity)], capacity)
