@@ -182,7 +182,8 @@ class Sequence:
     def has_same_tokens(self, other: "Sequence") -> bool:
         """Whether it can be forked from the other: of one prompt, and of the same answer so far, if any."""
         return (
-            self.request.prompt_id == other.request.prompt_id
+            self.request.group is not None
+            and self.request.group == other.request.group
             and self.request.cache_salt == other.request.cache_salt
             and self.num_drawing == 0
             and self.num_prompt_logprobs >= other.request.num_prompt_logprobs
@@ -232,5 +233,6 @@ class Sequence:
         new = computed[self.num_prompt_logprobs - start : self.num_prompt - 1 - start] if computed else ()
         self.num_prompt_logprobs += len(new)
         said, self.inherited_logprobs = self.inherited_logprobs + new, ()
-        self.prompt_logprobs += said
+        if self.request.group is not None:
+            self.prompt_logprobs += said
         return said
