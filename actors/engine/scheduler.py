@@ -424,6 +424,8 @@ class Scheduler:
             return ()
         most, num_running = min(budget, sequence.num_left - 1), len(self._running)
         drafts = self._drafts.propose(sequence, num_running=num_running, most=most)
+        if not drafts:
+            return ()
         history, block_size = len(sequence.tokens), self._pools.block_size
         needed = blocks_needed(history=history, drafts=len(drafts), block_size=block_size)
         if not self._pools.resize(sequence.holding, needed, headroom=num_running):
