@@ -88,7 +88,14 @@ class Rows:
     store_from_S: Tensor | None = None
     """int32 [S]: rows before it are in their blocks already and stay as they are; None writes all"""
     rings: RingRows | None = None
-    """Needed by layers with a ring, and by these alone."""
+    """Needed by layers that keep something in slots, and by these alone."""
+
+    @property
+    def needed_rings(self) -> RingRows:
+        """Raises ValueError in a step without slots."""
+        if self.rings is None:
+            raise ValueError("a step without slots for a layer that keeps something in them")
+        return self.rings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)

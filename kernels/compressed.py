@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.kernels.backend import RingRows, Rows
+from shoal.kernels.backend import Rows
 
 TILE_ROWS = 64
 TILE_SCORES = 1 << 24
@@ -114,7 +114,7 @@ class NewRows:
 
 
 def spans_of(rows: Rows) -> tuple[Span, ...]:
-    rings = _rings(rows)
+    rings = rows.needed_rings
     sequence_S, count_S = torch.unique_consecutive(rows.sequence_T, return_counts=True)
     starts, slots, valid_from = (x.tolist() for x in (rings.start_S, rings.slot_S, rings.valid_from_S))
     store_from = [0] * len(starts) if rows.store_from_S is None else rows.store_from_S.tolist()
@@ -140,7 +140,7 @@ def restore(window: LayerWindow, rows: Rows) -> None:
     """Copy the segments that the step restores to the rings, as far as these reach back from its rows."""
     if window.segments_KCD is None:
         return
-    rings, num_rows = _rings(rows), window.slots_SRD.shape[1]
+    rings, num_rows = rows.needed_rings, window.slots_SRD.shape[1]
     for sequence, boundary, segment in rings.restores_C3.tolist():
         start, first = int(rings.start_S[sequence]), boundary - window.segments_KCD.shape[1]
         position_N = torch.arange(max(0, first, start - num_rows), min(boundary, start))
@@ -153,7 +153,7 @@ def capture(window: LayerWindow, own_TD: Tensor, rows: Rows, spans: Sequence[Spa
     if window.segments_KCD is None:
         return
     by_slot = {span.slot: span for span in spans}
-    rings = _rings(rows)
+    rings = rows.needed_rings
     for sequence, boundary, segment in rings.captures_C3.tolist():
         span = by_slot[int(rings.slot_S[sequence])]
         into_CD = window.segments_KCD[segment]
@@ -330,9 +330,3 @@ def _over(queries: Queries, tile: Tile, keys: Sequence[_Keys]) -> Tensor:
         out_THD += weights_THN[:, :, first : first + score_THN.shape[2]] @ some.k_ND
         first += score_THN.shape[2]
     return out_THD
-
-
-def _rings(rows: Rows) -> RingRows:
-    if rows.rings is None:
-        raise ValueError("a step without slots for a layer with a ring")
-    return rows.rings

@@ -16,7 +16,6 @@ from shoal.kernels.backend import (
     Linear,
     Logprobs,
     RecurrentRows,
-    RingRows,
     Rotary,
     Rows,
     Sampling,
@@ -189,7 +188,7 @@ class TorchBackend:
     def restore(self, ring: LayerRing, rows: Rows) -> None:
         if ring.segments is None:
             return
-        state, segment_rows, ring_rows = _ring_rows(rows), *_lengths(ring)
+        state, segment_rows, ring_rows = rows.needed_rings, *_lengths(ring)
         for sequence, boundary, segment in state.restores_C3.tolist():
             first = boundary - segment_rows
             kept = max(first, int(state.start_S[sequence]) - ring_rows)
@@ -200,7 +199,7 @@ class TorchBackend:
     def capture(self, ring: LayerRing, rows: Rows) -> None:
         if ring.segments is None:
             return
-        for sequence, boundary, segment in _ring_rows(rows).captures_C3.tolist():
+        for sequence, boundary, segment in rows.needed_rings.captures_C3.tolist():
             first = boundary - _lengths(ring)[0]
             for segments, x_NHD in zip(
                 (ring.segments.k_PBHD, ring.segments.v_PBHD),
@@ -210,7 +209,7 @@ class TorchBackend:
                 segments[segment] = x_NHD[first:]
 
     def commit(self, ring: LayerRing, rows: Rows) -> None:
-        state, (_, ring_rows) = _ring_rows(rows), _lengths(ring)
+        state, (_, ring_rows) = rows.needed_rings, _lengths(ring)
         for sequence in sorted(set(rows.sequence_T.tolist())):
             mine = (rows.sequence_T == sequence).nonzero().flatten()[-ring_rows:]
             row_N = rows.position_T[mine].long() % ring_rows
@@ -218,7 +217,7 @@ class TorchBackend:
                 slots[state.slot_S[sequence], row_N] = own[0, mine]
 
     def recurrence(self, x: RecurrentRows, states: HeadStates, rows: Rows, out_THV: Tensor) -> Tensor:
-        state, group = _ring_rows(rows), x.v_THV.shape[1] // x.k_THK.shape[1]
+        state, group = rows.needed_rings, x.v_THV.shape[1] // x.k_THK.shape[1]
         q_THK1, k_THK1 = (y.repeat_interleave(group, dim=1)[..., None] for y in (x.q_THK, x.k_THK))
         captures = {(s, boundary): segment for s, boundary, segment in state.captures_C3.tolist()}
         where = zip(rows.sequence_T.tolist(), rows.position_T.tolist(), strict=True)
@@ -376,7 +375,7 @@ def _sequence_rows(kv: LayerKV | LayerRing, rows: Rows, sequence: int, end: int)
     if isinstance(kv, LayerKV):
         table_N = rows.table_SN[sequence]
         return _gather(kv.k_PBHD, table_N, end), _gather(kv.v_PBHD, table_N, end)
-    state, (_, ring_rows) = _ring_rows(rows), _lengths(kv)
+    state, (_, ring_rows) = rows.needed_rings, _lengths(kv)
     slot, start = int(state.slot_S[sequence]), int(state.start_S[sequence])
     mine = (rows.sequence_T == sequence).nonzero().flatten()
     before = torch.arange(min(start, end), device=mine.device) % ring_rows
@@ -397,14 +396,8 @@ def _lengths(ring: LayerRing) -> tuple[int, int]:
     return 0 if ring.segments is None else ring.segments.k_PBHD.shape[1], ring.slots.k_PBHD.shape[1]
 
 
-def _ring_rows(rows: Rows) -> RingRows:
-    if rows.rings is None:
-        raise ValueError("a step without slots for a layer with a ring")
-    return rows.rings
-
-
 def _valid_from(ring: LayerRing, rows: Rows, sequence: int) -> int:
-    return int(_ring_rows(rows).valid_from_S[sequence]) if ring.segments is None else 0
+    return int(rows.needed_rings.valid_from_S[sequence]) if ring.segments is None else 0
 
 
 def _without_nan(logits_TV: Tensor) -> Tensor:

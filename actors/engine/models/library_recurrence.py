@@ -7,7 +7,7 @@ around them is its own affair.
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, Protocol
@@ -40,8 +40,8 @@ def swap_mixers(layers: nn.Module, now: "Now") -> None:
     """Have every mixer call our functions where it calls transformers'."""
     for module in layers.modules():
         forward: Any = inspect.unwrap(type(module).forward)
-        called = _FUNCTIONS.keys() & set(getattr(forward, "__code__", _nothing.__code__).co_names)
-        if called:
+        code = getattr(forward, "__code__", None)
+        if called := _FUNCTIONS.keys() & set(code.co_names if code else ()):
             layer: Any = module.layer_idx
             ours = {name: partial(_FUNCTIONS[name], now, layer) for name in called}
             swapped = FunctionType(
@@ -59,9 +59,6 @@ class Now(Protocol):
     def __call__(self) -> Recurrences:
         """What the step that is being computed says."""
         ...
-
-
-def _nothing() -> None: ...
 
 
 def _causal_conv1d_fn(
@@ -161,21 +158,21 @@ class StatefulStep:
     backend: Backend
     rows: Rows
     kv: tuple[LayerMemory, ...]
+    _made_taps: dict[int, "Taps"] = field(default_factory=dict, init=False)
+    """By the size of a convolution's kernel."""
 
     def convolve(self, layer: int, x_TC: Tensor, weight_CK: Tensor) -> Tensor:
         slots, segments = self._restored(layer, CONVOLUTION)
         runs, kernel_size = self._runs, weight_CK.shape[1]
+        taps = self._taps(kernel_size)
         before_UNC = torch.where(runs.is_new_U[:, None, None], 0.0, slots[runs.slot_U])
         rows_XC = torch.cat([before_UNC.flatten(0, 1), x_TC])
-        sources = partial(runs.sources, num_before=kernel_size - 1)
-        source_TK = sources(runs.run_T, runs.offset_T + 1, kernel_size)
-        out_TC = rows_XC[source_TK[:, 0]] * weight_CK[:, 0]
+        out_TC = rows_XC[taps.source_TK[:, 0]] * weight_CK[:, 0]
         for tap in range(1, kernel_size):
-            out_TC += rows_XC[source_TK[:, tap]] * weight_CK[:, tap]
-        slots[runs.slot_U] = rows_XC[sources(runs.run_U, runs.count_U, kernel_size - 1)]
+            out_TC += rows_XC[taps.source_TK[:, tap]] * weight_CK[:, tap]
+        slots[runs.slot_U] = rows_XC[taps.kept_UN]
         if segments is not None and len(runs.captured_C):
-            kept_CN = sources(runs.capture_run_C, runs.capture_offset_C, kernel_size - 1)
-            segments[runs.captured_C] = rows_XC[kept_CN]
+            segments[runs.captured_C] = rows_XC[taps.captured_CN]
         return out_TC
 
     def recur(self, layer: int, x: RecurrentRows) -> Tensor:
@@ -194,8 +191,13 @@ class StatefulStep:
 
     @cached_property
     def _runs(self) -> "Runs":
-        assert self.rows.rings is not None, "state without slots"
-        return Runs.of(self.rows, self.rows.rings)
+        return Runs.of(self.rows, self.rows.needed_rings)
+
+    def _taps(self, kernel_size: int) -> "Taps":
+        """Made once for all layers of a step."""
+        if kernel_size not in self._made_taps:
+            self._made_taps[kernel_size] = Taps.of(self._runs, kernel_size)
+        return self._made_taps[kernel_size]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -258,3 +260,24 @@ class Runs:
         before_XR = (run_X * num_before + num_before)[:, None] + offset_XR
         own_XR = (len(self.count_U) * num_before + self.first_U[run_X])[:, None] + offset_XR
         return torch.from_numpy(np.where(offset_XR < 0, before_XR, own_XR))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Taps:
+    """Which rows a convolution reads and keeps, as `Runs.sources` names them."""
+
+    source_TK: Tensor
+    """The K rows up to each row of the step,"""
+    kept_UN: Tensor
+    """the N = K - 1 up to the end of each run,"""
+    captured_CN: Tensor
+    """and those up to each boundary that is captured."""
+
+    @classmethod
+    def of(cls, runs: Runs, kernel_size: int) -> "Taps":
+        sources = partial(runs.sources, num_before=kernel_size - 1)
+        return cls(
+            source_TK=sources(runs.run_T, runs.offset_T + 1, kernel_size),
+            kept_UN=sources(runs.run_U, runs.count_U, kernel_size - 1),
+            captured_CN=sources(runs.capture_run_C, runs.capture_offset_C, kernel_size - 1),
+        )
