@@ -6,14 +6,13 @@ stretches overlap, a sequence that is taken up computes the last one before the 
 the segments have beyond the window; where they do not, one ends at every boundary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING, Self
 
 from shoal.actors.engine.model_layout import LayerLayout, ModelLayout
 from shoal.actors.engine.models.decoder_config import architecture_of
-from shoal.kvstore.boundary import BoundaryRule
-from shoal.kvstore.layout import Part, PartDtype, RowDtype
+from shoal.kvstore.layout import Part, PartDtype, RowDtype, StateLayout
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,7 +94,7 @@ class V4Shape:
             raise ValueError(
                 f"cannot leave {num_dropped_layers} of {len(self.layers)} sliding layers unstored"
             )
-        before = self.window - 1
+        rule = self._windows(block_size, num_dropped_layers).rule
         return ModelLayout.of(
             (
                 LayerLayout(
@@ -109,17 +108,24 @@ class V4Shape:
                 for i, layer in enumerate(self.layers)
             ),
             block_size=block_size,
-            rule=BoundaryRule(
-                num_segments=-(-before // block_size) if num_stored else 0,
-                num_recomputed=-(-num_dropped_layers * before // block_size),
-                num_rewound=self.num_rewound,
-            ),
+            rule=replace(rule, num_rewound=self.num_rewound),
         )
 
     def segment_rows(self, block_size: int) -> int:
         """A block's last rows that a window needs, and so many before them as are computed again: each of a
         boundary's segments reaches back to where the first row that is computed looks."""
-        return min(block_size, self.window - 1) + self.num_rewound
+        return self._windows(block_size).segment_rows + self.num_rewound
+
+    def _windows(self, block_size: int, num_dropped_layers: int = 0) -> StateLayout:
+        """As other models have them: what a boundary needs for a window."""
+        return StateLayout(
+            num_layers=len(self.layers),
+            num_dropped=num_dropped_layers,
+            window=self.window,
+            num_kv_heads=1,
+            head_dim=self.head_dim,
+            block_size=block_size,
+        )
 
     def _ring_rows(self, num_draft_tokens: int) -> int:
         """What a segment needs of a boundary behind the first row of a step is there, although rows of drafts
