@@ -13,7 +13,13 @@ HERE = Path(__file__).parent
 
 # Compiled once for each instruction set.
 PER_ISA = (
-    *("linear.cpp", "attention.cpp", "moe.cpp", "rowops.cpp", "rings.cpp", "recurrence.cpp", "sample.cpp"),
+    "linear.cpp",
+    "attention.cpp",
+    "moe.cpp",
+    "rowops.cpp",
+    "rings.cpp",
+    "recurrence.cpp",
+    "sample.cpp",
 )
 COMMON = ("library.cpp", "pool.cpp", "tape.cpp", "weights.cpp")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -63,23 +63,24 @@ class VllmNames:
 
     def _of_engines(self, name: str, description: str, value: Callable[[EngineLoad], float]) -> Metric:
         family = Metric(f"vllm:{name}", description, "gauge")
-        for model_name, engines in self._loads.items():
-            for engine_id, load in engines.items():
-                labels = {"model_name": model_name, "engine": engine_id}
-                family.add_sample(family.name, labels, float(value(load)))
+        for labels, load in self._labelled_loads():
+            family.add_sample(family.name, labels, float(value(load)))
         return family
 
     def _drafts(self) -> Iterator[Metric]:
         """None where nobody drafts."""
         for name, description, value in _DRAFTS:
             family = Metric(f"vllm:spec_decode_{name}", description, "counter")
-            for model_name, engines in self._loads.items():
-                for engine_id, load in engines.items():
-                    labels = {"model_name": model_name, "engine": engine_id}
-                    if load.drafts.num_drafts:
-                        family.add_sample(f"{family.name}_total", labels, float(value(load.drafts)))
+            for labels, load in self._labelled_loads():
+                if load.drafts.num_drafts:
+                    family.add_sample(f"{family.name}_total", labels, float(value(load.drafts)))
             if family.samples:
                 yield family
+
+    def _labelled_loads(self) -> Iterator[tuple[dict[str, str], EngineLoad]]:
+        for model_name, engines in self._loads.items():
+            for engine_id, load in engines.items():
+                yield {"model_name": model_name, "engine": engine_id}, load
 
     def _hits(self) -> Iterator[Metric]:
         """What was not on the device was looked for in the stores: an external cache, to vLLM."""
