@@ -2,8 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from shoal.actors.ingress.dispatch import Dispatcher, PlacedBy
@@ -25,6 +25,7 @@ from shoal.actors.messages import (
 )
 from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
+from tests.one_by_one import OneByOne
 
 
 def serving_one(card: ModelCard, codec: TextCodec, dispatcher: Dispatcher) -> Models:
@@ -84,7 +85,7 @@ def logprob_of(token_id: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(logprob=-token_id / 64, top=top)
 
 
-class FakeDispatcher:
+class FakeDispatcher(OneByOne):
     def __init__(self) -> None:
         self.an_abort = threading.Event()
         self.forget()
@@ -118,15 +119,6 @@ class FakeDispatcher:
 
     async def outstanding(self) -> Mapping[str, Outstanding | None]:
         return self.processes
-
-    def open(
-        self,
-        requests: Sequence[EngineRequest],
-        block_keys: tuple[BlockKey, ...],
-        placed: Callable[[PlacedBy], None],
-        has_begun: Callable[[], bool],
-    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
-        return [self._open(request, block_keys, placed, has_begun) for request in requests]
 
     @asynccontextmanager
     async def _open(

@@ -1,8 +1,8 @@
 """A dispatcher over the router's index, a real engine and a store, in one process and without a model."""
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from shoal.actors.engine.account import Account, Turn
@@ -25,11 +25,12 @@ from shoal.kvstore.messages import StoreInfo, StoreReport, StoreSnapshot
 from shoal.kvstore.outstanding import Outstanding
 from tests.engine.bench import Bench
 from tests.fake_store import OWN, Stores, view
+from tests.one_by_one import OneByOne
 
 NODE = "node"
 
 
-class RealEngine:
+class RealEngine(OneByOne):
     """Serves one request after the other, and reports each to the index before the next one is placed."""
 
     def __init__(self, fingerprint: bytes, block_size: int, num_tokens: int) -> None:
@@ -61,15 +62,6 @@ class RealEngine:
         )
         self._members.set_engines([info])
         self._report()
-
-    def open(
-        self,
-        requests: Sequence[EngineRequest],
-        block_keys: tuple[BlockKey, ...],
-        placed: Callable[[PlacedBy], None],
-        has_begun: Callable[[], bool],
-    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
-        return [self._open(request, block_keys, placed, has_begun) for request in requests]
 
     @asynccontextmanager
     async def _open(

@@ -1,6 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -27,6 +27,7 @@ from shoal.kvstore.block_hash import BlockKey
 from shoal.kvstore.outstanding import Outstanding
 from tests.ingress.checkpoints import the_byte_level_tokenizer, tokens_of
 from tests.ingress.virtual_time import run_in_virtual_time
+from tests.one_by_one import OneByOne
 
 REQUEST = EngineRequest(
     request_id=RequestId("cmpl-1"),
@@ -51,7 +52,7 @@ Item = TokenChunk | float
 """A chunk, or seconds of silence."""
 
 
-class Recorded:
+class Recorded(OneByOne):
     """A dispatcher that says of each prompt what is written here, and the prompts it still works for."""
 
     def __init__(self, *speeches: Sequence[Item]) -> None:
@@ -59,15 +60,6 @@ class Recorded:
         self.open_prompts: set[int] = set()
         self.begun: list[bool] = []
         """What it was told before each chunk."""
-
-    def open(
-        self,
-        requests: Sequence[EngineRequest],
-        block_keys: tuple[BlockKey, ...],
-        placed: Callable[[PlacedBy], None],
-        has_begun: Callable[[], bool],
-    ) -> list[AbstractAsyncContextManager[AsyncIterator[TokenChunk]]]:
-        return [self._open(request, block_keys, placed, has_begun) for request in requests]
 
     @asynccontextmanager
     async def _open(
