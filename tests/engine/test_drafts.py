@@ -18,8 +18,8 @@ from tests.fake_runner import generate, logprob
 PROMPT = [5, 6, 7, 8, 9]
 
 
-def a_bench(right: float = 1.0, *, most: int = 3, waits: float = 1.0, **more: object) -> Bench:
-    drafts = FakeDrafts(most, right=right, waits=waits)
+def a_bench(right: float = 1.0, *, most: int = 3, **more: object) -> Bench:
+    drafts = FakeDrafts(most, right=right)
     return Bench(drafts=drafts, num_draft_tokens=most, **more)  # type: ignore[arg-type]
 
 

@@ -78,8 +78,8 @@ class Sequences:
             gates.append(making[token, 1, half] + bias[token % self.ratio, half])
         return (torch.stack(values) * torch.stack(gates).softmax(0)).sum(0)
 
-    def attended(self, sequence: int, position: int, *, window: int = WINDOW) -> Tensor:
-        first = max(0, position + 1 - window)
+    def attended(self, sequence: int, position: int) -> Tensor:
+        first = max(0, position + 1 - WINDOW)
         keys = list(self.kv[sequence][first : position + 1])
         rows = range((position + 1) // self.ratio)
         if self.is_sparse:
@@ -198,10 +198,10 @@ class Layer:
 KINDS = pytest.mark.parametrize(("ratio", "is_sparse"), [(4, True), (2, True), (8, False), (16, False)])
 
 
-def assert_right(of: Sequences, got: dict[tuple[int, int], Tensor], tolerance: float = 1e-5) -> None:
+def assert_right(of: Sequences, got: dict[tuple[int, int], Tensor]) -> None:
     for (sequence, position), attended in got.items():
         expected = of.attended(sequence, position)
-        assert (attended - expected).abs().max() < tolerance, (sequence, position)
+        assert (attended - expected).abs().max() < 1e-5, (sequence, position)
 
 
 @KINDS

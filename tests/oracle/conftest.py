@@ -1,7 +1,8 @@
-"""The real model, loaded once."""
+"""Models that several tests serve, each loaded once."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 
@@ -12,6 +13,7 @@ from shoal.actors.engine.models.lean_weights import DecoderWeights
 from shoal.actors.engine.models.rope import rope_frequencies, rotary_tables
 from shoal.kernels.cpu import CpuBackend
 from tests.checkpoints import smollm2
+from tests.oracle.cuts import SUBJECTS, Subject
 
 MAX_MODEL_LEN = 2048
 
@@ -31,3 +33,8 @@ def shallow(smol: LoadedModel) -> LoadedModel:
     ropes = rope_frequencies(load_config(smollm2()), MAX_MODEL_LEN, config.head_dim)
     decoder = partial(LeanDecoder, config, weights, rotary_tables(ropes[:4], MAX_MODEL_LEN, DEVICE))
     return replace(smol, config=config, weights=weights, decoder=decoder)
+
+
+@pytest.fixture(scope="session")
+def subject_named(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    return cache(lambda name: SUBJECTS[name](tmp_path_factory.mktemp(name)))

@@ -210,6 +210,15 @@ class Cuts:
         )
 
 
+def assert_every_cut_is_right(subject: Subject) -> None:
+    """From every place."""
+    cuts = Cuts(subject)
+    for place in Place:
+        done = list(cuts.of(place))
+        assert len(done) == subject.num_blocks
+        assert [cut for cut in done if not cut.right] == [], place
+
+
 def _mistral(window: int, block_size: int, scratch: Path) -> Subject:
     """Five windows, and at least eight blocks."""
     checkpoint = tiny_mistral(

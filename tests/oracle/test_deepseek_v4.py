@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
 from shoal.kvstore.layout import KVDtype
 from tests.checkpoints import tiny_deepseek_v4
-from tests.oracle.cuts import SUBJECTS, Cuts, Place, Subject
+from tests.oracle.cuts import Cuts, Place, Subject, assert_every_cut_is_right
 from tests.oracle.stepping import Pages
 from tests.oracle.stepping import Piece as Chunk
 from tests.oracle.test_library import theirs
@@ -181,17 +182,13 @@ def test_rows_in_bfloat16_are_rounded_before_they_are_read(model: Model) -> None
 
 
 @pytest.fixture(scope="module", params=["deepseek-v4-16", "deepseek-v4-128"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return SUBJECTS[request.param](tmp_path_factory.mktemp("checkpoint"))
+def subject(request: pytest.FixtureRequest, subject_named: Callable[[str], Subject]) -> Subject:
+    return subject_named(request.param)
 
 
 @pytest.mark.parametrize("num_dropped", [0, 2])
 def test_every_cut_has_the_logits_of_a_cold_machine(subject: Subject, num_dropped: int) -> None:
-    cuts = Cuts(replace(subject, num_dropped=num_dropped))
-    for place in Place:
-        done = list(cuts.of(place))
-        assert len(done) == subject.num_blocks
-        assert [cut for cut in done if not cut.right] == [], place
+    assert_every_cut_is_right(replace(subject, num_dropped=num_dropped))
 
 
 def test_prompts_of_every_length_have_the_logits_and_the_tokens_of_a_cold_machine(subject: Subject) -> None:

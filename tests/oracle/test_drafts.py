@@ -123,11 +123,26 @@ def known(requests: Sequence[EngineRequest], recording: Recording, **how: Any) -
     return FakeDrafts(MOST, going_on=going_on, **how)
 
 
+@pytest.fixture(scope="module")
+def plain(loaded: LoadedModel) -> Recording:
+    """Of all kinds together, without drafts."""
+    requests = all_kinds(loaded.config.vocab_size)
+    return serve(loaded, PLAIN, requests, watch=range(1, 1 + len(requests)))
+
+
+LONG = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def cold(loaded: LoadedModel) -> Recording:
+    """Of the long one, alone and without drafts."""
+    return serve(loaded, PLAIN, [LONG])
+
+
 @pytest.mark.parametrize("right", [0.0, 0.6, 0.95])
-def test_answers_of_all_kinds_beside_each_other(loaded: LoadedModel, right: float) -> None:
+def test_answers_of_all_kinds_beside_each_other(loaded: LoadedModel, plain: Recording, right: float) -> None:
     requests = all_kinds(loaded.config.vocab_size)
     watch = range(1, 1 + len(requests))
-    plain = serve(loaded, PLAIN, requests, watch=watch)
     setup = replace(PLAIN, drafts=known(requests, plain, right=right, waits=0.8), num_draft_tokens=MOST)
     drafted = serve(loaded, setup, requests, watch=watch)
     assert drafted.tokens == plain.tokens
@@ -140,27 +155,22 @@ def test_answers_of_all_kinds_beside_each_other(loaded: LoadedModel, right: floa
 @pytest.mark.parametrize("num_dropped", [0, 2])
 @pytest.mark.parametrize("right", [0.0, 0.7])
 def test_case_30_every_boundary_is_taken_up_from_what_drafting_left(
-    loaded: LoadedModel, num_dropped: int, right: float
+    loaded: LoadedModel, cold: Recording, num_dropped: int, right: float
 ) -> None:
     """On the device and from the own store; drafting goes on there too."""
-    if (
-        num_dropped
-        and loaded.config.layout(block_size=BLOCK_SIZE, dtype="float32", max_model_len=512).rings is None
-    ):
+    if num_dropped and layout(loaded).rings is None:
         pytest.skip("it has no layers to drop")
-    first = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
-    cold = serve(loaded, PLAIN, [first])
-    whole = [*first.prompt_token_ids, *cold.tokens["it"]]
+    whole = [*LONG.prompt_token_ids, *cold.tokens["it"]]
     setup = replace(
         PLAIN,
-        drafts=known([first], cold, right=right, waits=0.8),
+        drafts=known([LONG], cold, right=right, waits=0.8),
         num_draft_tokens=MOST,
         num_dropped_layers=num_dropped,
         prefix_cache="radix",
     )
     stores = Stores()
     served = Served(loaded, setup, watch=[1], stores=stores)
-    assert served.serve([first]).digests[SequenceId(1)] == cold.digests[SequenceId(1)]
+    assert served.serve([LONG]).digests[SequenceId(1)] == cold.digests[SequenceId(1)]
     assert served.recording.tokens["it"] == cold.tokens["it"]
     rule = layout(loaded, num_dropped).rule
     for is_stored in (False, True):
@@ -199,13 +209,11 @@ def test_gone_on_with_where_another_engine_died_at_every_token(loaded: LoadedMod
         assert recording.drafts.num_accepted > 20
 
 
-def test_preempted_again_and_again(loaded: LoadedModel) -> None:
-    first = greedy("it", tokens(0, PROMPT_TOKENS), OUTPUT_TOKENS)
-    cold = serve(loaded, PLAIN, [first])
-    drafts = known([first], cold, right=0.7, waits=0.8)
+def test_preempted_again_and_again(loaded: LoadedModel, cold: Recording) -> None:
+    drafts = known([LONG], cold, right=0.7, waits=0.8)
     setup = replace(PLAIN, drafts=drafts, num_draft_tokens=MOST, prefix_cache="radix")
     served = Served(loaded, setup, watch=[1])
-    it = served.submit(first)
+    it = served.submit(LONG)
     for _ in range(12):
         for _ in range(5):
             served.step()

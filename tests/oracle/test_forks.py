@@ -83,7 +83,7 @@ def assert_same(served: Served, alone: Sequence[Recording], but_for: frozenset[i
         assert together.tokens[name] == expected.tokens[name], name
         assert together.logprobs[name] == expected.logprobs[name], name
         digests = together.digests[SequenceId(i + 1)]
-        assert digests.items() <= expected.digests[SequenceId(1)].items(), name
+        assert digests and digests.items() <= expected.digests[SequenceId(1)].items(), name
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [512, 30, 11])

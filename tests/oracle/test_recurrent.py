@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.actors.engine.build import LoadedModel, load_model
 from shoal.actors.engine.models import library_state
+from shoal.actors.engine.models.choose import PROVEN_IN_LIBRARY
 from shoal.actors.engine.models.decoder_config import UnsupportedModel
 from shoal.kernels.cpu import CpuBackend
 from shoal.kernels.reference import TorchBackend
@@ -40,6 +41,7 @@ def pages(loaded: LoadedModel) -> Pages:
 @torch.inference_mode()
 def test_logits_in_every_kind_of_step(checkpoint: Path, loaded: LoadedModel) -> None:
     peer = theirs(checkpoint)
+    assert type(peer).__name__ in PROVEN_IN_LIBRARY
     expected, other = (peer(torch.tensor([ids]), use_cache=False).logits[0] for ids in (TOKENS, OTHER))
     for sizes in ((300,), (64, 1, 7, 128), (16,) * 18, (1,) * 20):
         assert (pages(loaded).in_chunks(sizes) - expected).abs().max() < TOLERANCE, sizes
@@ -76,6 +78,8 @@ def test_a_state_that_was_not_restored_is_felt(loaded: LoadedModel) -> None:
 def test_drafts_and_dropped_layers_are_none_of_theirs(loaded: LoadedModel) -> None:
     layout = loaded.config.layout(block_size=16, dtype="float32", max_model_len=512)
     assert layout.whole_states
+    with pytest.raises(ValueError, match="speculative"):
+        layout.check_drafts(1)
     with pytest.raises(ValueError, match=r"cannot drop 1 sliding layers: .* 0 have a window"):
         loaded.config.layout(block_size=16, dtype="float32", max_model_len=512, num_dropped_layers=1)
 

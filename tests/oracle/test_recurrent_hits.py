@@ -1,8 +1,7 @@
 """State beside keys and values, in an engine: whose is taken up, when it is gone, and after a preemption."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,15 +9,15 @@ from shoal.actors.engine.step import SequenceId
 from shoal.actors.messages import EngineRequest, PrefixSource, RequestId, SamplingParams
 from shoal.kvstore.block_hash import extend_keys, root_key, segment_key
 from tests.fake_store import OTHER, OWN, Stores
-from tests.oracle.cuts import RECURRENT, SUBJECTS, Logits, Subject
+from tests.oracle.cuts import RECURRENT, Logits, Subject
 from tests.oracle.recording import Served, greedy
 
 NUM_OUTPUT = 40
 
 
 @pytest.fixture(scope="module", params=[*RECURRENT, "deepseek-v4-16"])
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return SUBJECTS[request.param](tmp_path_factory.mktemp("checkpoint"))
+def subject(request: pytest.FixtureRequest, subject_named: Callable[[str], Subject]) -> Subject:
+    return subject_named(request.param)
 
 
 class Asked:
@@ -48,9 +47,9 @@ class Asked:
     def tokens(self, name: str) -> list[int]:
         return self.served.recording.tokens[RequestId(name)]
 
-    def agree(self, sequence: SequenceId, cold: SequenceId) -> bool:
-        """Wherever the one was computed, the other's logits are within the tolerance."""
-        expected = self.logits.of[cold]
+    def agree(self, sequence: SequenceId, cold: SequenceId, of: "Asked | None" = None) -> bool:
+        """Wherever the one was computed, the other's logits are within the tolerance. of: its engine."""
+        expected = (of or self).logits.of[cold]
         ours = self.logits.of[sequence]
         return len(ours) > 0 and all(self.logits.agree(expected.get(p), x) for p, x in ours.items())
 
@@ -99,8 +98,7 @@ def test_each_choice_of_a_prompt_is_what_it_is_alone(subject: Subject, is_preemp
         alone = Asked(subject)
         by_itself = alone.ask(choice)
         assert together.tokens(choice.request_id) == alone.tokens(choice.request_id)
-        expected, ours = alone.logits.of[by_itself], together.logits.of[sequence]
-        assert ours and all(alone.logits.agree(expected.get(p), x) for p, x in ours.items())
+        assert together.agree(sequence, by_itself, alone)
 
 
 def test_the_next_turn_begins_with_the_state_where_the_last_one_ended(subject: Subject) -> None:
@@ -152,18 +150,17 @@ def test_an_answer_goes_on_in_another_engine_from_the_state_that_was_saved(subje
         sequence = second.ask(rest)
         assert second.cached(request.request_id) == boundary * subject.block_size - subject.num_recomputed
         assert second.tokens(request.request_id) == said[heard:]
-        ours, expected = second.logits.of[sequence], first.logits.of[cold]
-        assert all(second.logits.agree(expected[p], logits) for p, logits in ours.items())
+        assert second.agree(sequence, cold, first)
 
 
 @pytest.mark.parametrize("name", ["granite", "deepseek-v4-16"])
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("gone", [(3,), (2, 3), (0, 1, 2, 3)])
 def test_25_a_store_that_has_the_blocks_and_not_their_state_is_a_shorter_hit(
-    tmp_path: Path, name: str, gone: Sequence[int], is_known: bool
+    subject_named: Callable[[str], Subject], name: str, gone: Sequence[int], is_known: bool
 ) -> None:
     """Also where the router believes that the state is there still: then that of no other boundary came."""
-    subject = SUBJECTS[name](tmp_path)
+    subject = subject_named(name)
     stores = Stores()
     asked, prompt = Asked(subject, stores), prompt_of(subject)
     cold = asked.ask(greedy("cold", prompt, 4))
