@@ -100,11 +100,6 @@ class Member:
         if self.draining_since is None:
             self.draining_since = self._clock()
 
-    @property
-    def _has_settled(self) -> bool:
-        """Whether it was asked what it has to do since nothing more can have come."""
-        return self.draining_since is not None and self.watched.answered_at > self.draining_since + SETTLE_S
-
     def tick(self, drain_s: float) -> bool:
         """False once it is gone."""
         if self.watched.state is State.ABSENT:
@@ -118,7 +113,9 @@ class Member:
                 return False
             return True
         since = self._clock() - self.draining_since
-        is_done = self._has_settled and not self.health.num_requests
+        # Asked what it has to do since nothing more can have come.
+        has_settled = self.watched.answered_at > self.draining_since + SETTLE_S
+        is_done = has_settled and not self.health.num_requests
         if self.watched.ready and not is_done and since < drain_s:
             return True
         self.watched.kill()
@@ -211,10 +208,10 @@ class Deployment:
         """Why it can never serve, if so."""
         return next((m.watched.fatal for m in self.members if m.watched.fatal), self.router.fatal)
 
-    @property
-    def troubles(self) -> dict[str, str]:
+    def troubles(self, engines: Sequence[EngineStatus]) -> dict[str, str]:
+        """engines: as `status` says."""
         said = {self._router_name: self.router.trouble} if self.router.trouble else {}
-        troubled = (status for status in self.status() if status.trouble)
+        troubled = (status for status in engines if status.trouble)
         return said | {self._engine_name(status.index): status.trouble or "" for status in troubled}
 
     def status(self) -> tuple[EngineStatus, ...]:
@@ -339,7 +336,7 @@ class Deployment:
     def _accept(self, info: EngineInfo) -> None:
         """Of the same bytes as those that serve: else an answer would depend on where it is computed. These
         are the same among themselves."""
-        other = next((member.watched.info for member in self.members if member.watched.ready), None)
+        other = next((member.watched.info for member in self.speaking), None)
         if other is not None and info.content != other.content:
             raise ValueError(
                 f"{self.spec.engine.checkpoint} on node {short(info.node)} has other weights or another "

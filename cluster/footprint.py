@@ -72,7 +72,7 @@ class RingRows:
 class Footprint:
     architecture: str
     dtype: RowDtype
-    rings: RingRows | None = None
+    rings: RingRows | None
     layout: ModelLayout
     """As pools have it."""
     is_served: bool = True
@@ -178,13 +178,11 @@ def _deepseek_v4(hf: "PretrainedConfig", limits: Limits) -> Footprint:
     )
 
 
-def _rings(layout: ModelLayout, window: int) -> RingRows | None:
+def _rings(layout: ModelLayout, window: int) -> RingRows:
     rings, saved = (
         [placed.part for placed in packing.parts if placed.part.name in _RINGS]
         for packing in (layout.slots, layout.segments)
     )
-    if not rings:
-        return None
     num_rows = _num_rows(rings[0])
     return RingRows(
         num_layers=len(rings),

@@ -161,8 +161,8 @@ class RayLauncher:
         self._leaving: frozenset[str] = frozenset()
         self._nodes: list[dict[str, Any]] = []
         """Those that lived when Ray was last asked,"""
-        self._placed: frozenset[str] = frozenset()
-        """and the placement groups that had their place."""
+        self._unplaced: set[str] = set()
+        """and the placement groups that had no place yet."""
 
     def engine(self, deployment: DeploymentSpec, index: int) -> RayEngine:
         name = _new_name(f"{_engine_prefix(deployment)}{index}-")
@@ -173,6 +173,7 @@ class RayLauncher:
             lifetime="detached",
             bundle_label_selector=[{**deployment.labels, **self._elsewhere}],
         )
+        self._unplaced.add(group.id.hex())
         options = {
             "num_cpus": config.threads,
             "memory": config.memory_bytes,
@@ -210,6 +211,7 @@ class RayLauncher:
 
     def adopt_engines(self, deployment: DeploymentSpec) -> list[RayEngine]:
         groups = self._groups()
+        self._unplaced |= {group.id.hex() for group in groups.values()}  # until we look
         found = self._find_all(_engine_prefix(deployment))
         return [
             RayEngine(name, actor, self._on_start, groups.get(name), self._is_placed)
@@ -255,8 +257,10 @@ class RayLauncher:
     def look(self, leaving: Set[str]) -> None:
         self._leaving = frozenset(leaving)
         self._nodes = nodes()
-        table: dict[str, dict[str, Any]] = placement_group_table()
-        self._placed = frozenset(group_id for group_id, group in table.items() if group["state"] == "CREATED")
+        if self._unplaced:
+            table: dict[str, dict[str, Any]] = placement_group_table()
+            waiting = {i for i, group in table.items() if group["state"] not in {"CREATED", "REMOVED"}}
+            self._unplaced &= waiting
 
     @property
     def nodes(self) -> list[str]:
@@ -277,7 +281,7 @@ class RayLauncher:
 
     def _is_placed(self, group: PlacementGroup) -> bool:
         """As of the latest look: to ask for each that waits would cost a call each."""
-        return group.id.hex() in self._placed
+        return group.id.hex() not in self._unplaced
 
     def _of(self, deployment: DeploymentSpec) -> dict[str, str]:
         """Labels of the metrics of those that serve one model."""

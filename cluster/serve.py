@@ -287,16 +287,17 @@ def _free_ports(host: str, num: int) -> list[int]:
     ports: list[int] = []
     with ExitStack() as stack:
         for port in random.sample(LISTENED_ON, len(LISTENED_ON)):
-            if len(ports) == num:
-                return ports
             probe = stack.enter_context(socket.socket(family))
             try:
                 probe.bind((host, port))
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
+                    probe.close()
                     continue
                 reason = error.strerror or str(error)
                 fix = "choose --host" if num == 1 else "choose --host or lower --ingresses"
                 raise ServeError(f"cannot listen on {host}: {reason}; {fix}") from error
             ports.append(port)
+            if len(ports) == num:
+                return ports
     raise ServeError(f"cannot listen on {host}: too few ports are free; choose --host or lower --ingresses")

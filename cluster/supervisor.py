@@ -1,6 +1,6 @@
 """Reconciles what a cluster is to be with what runs. A plain class: how actors are made is injected."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
@@ -216,6 +216,7 @@ class Supervisor:
         ingresses = self._ingresses.infos
         current_ones = self._current
         has_all_engines = all(deployment.is_complete for deployment in current_ones)
+        engines = {i: deployment.status() for i, deployment in self._deployments.items()}
         can_place = all(self._ingresses.can_place(d.spec.deployment_id) for d in current_ones if d.wanted)
         return ClusterStatus(
             ingresses=ingresses,
@@ -225,7 +226,7 @@ class Supervisor:
                     model=deployment.spec.model.name,
                     is_outgoing=deployment not in current_ones,
                     wanted=deployment.wanted,
-                    engines=deployment.status(),
+                    engines=engines[deployment_id],
                 )
                 for deployment_id, deployment in self._deployments.items()
             ),
@@ -235,7 +236,7 @@ class Supervisor:
             has_all_engines=has_all_engines,
             ready=has_all_engines and bool(ingresses) and all(ingresses) and can_place,
             failed=self._failed,
-            troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles().items()),
+            troubles=tuple(f"{name}: {trouble}" for name, trouble in self._troubles(engines).items()),
         )
 
     @property
@@ -387,10 +388,10 @@ class Supervisor:
         hopeless = (d.fatal for d in self._current if not self._outgoing(d.spec.model.name))
         return next((fatal for fatal in (self._ingresses.fatal, *hopeless) if fatal), None)
 
-    def _troubles(self) -> dict[str, str]:
+    def _troubles(self, engines: Mapping[DeploymentId, Sequence[EngineStatus]]) -> dict[str, str]:
         said = dict(self._ingresses.troubles)
-        for deployment in self._deployments.values():
-            said |= deployment.troubles
+        for deployment_id, deployment in self._deployments.items():
+            said |= deployment.troubles(engines[deployment_id])
         return {**said, **self._stores.troubles, **self._mishaps.troubles}
 
     @property

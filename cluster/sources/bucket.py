@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from shoal.cluster.sources.checkpoint import ModelSourceError, ModelUnreachable
+from shoal.cluster.sources.checkpoint import ModelSourceError, ModelUnreachable, first_line
 from shoal.cluster.sources.progress import Step
 
 PIECE_BYTES = 16 << 20
@@ -30,10 +30,13 @@ CREDENTIALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    name: str
     path: str
     num_bytes: int
     version: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
 
 
 def digest_of(files: Sequence[StoredFile]) -> str:
@@ -103,8 +106,7 @@ class Bucket:
             case _ if "Credentials" in kind:
                 why = "needs credentials, and this node has none"
             case _:
-                reason = (str(error).strip() or kind).splitlines()[0]
-                return ModelUnreachable(f"{url} cannot be read: {reason}")
+                return ModelUnreachable(f"{url} cannot be read: {first_line(error)}")
         return ModelSourceError(f"{url} {why}: give it {CREDENTIALS[self.scheme]}")
 
 
@@ -117,6 +119,4 @@ def _filesystem(scheme: str) -> Any:
 def _stored_file(entry: dict[str, Any]) -> StoredFile:
     path = str(entry["name"])
     version = next((str(entry[key]) for key in VERSIONS if entry.get(key)), "")
-    return StoredFile(
-        name=path.rpartition("/")[2], path=path, num_bytes=int(entry["size"] or 0), version=version.strip('"')
-    )
+    return StoredFile(path=path, num_bytes=int(entry["size"] or 0), version=version.strip('"'))

@@ -5,7 +5,7 @@ A front door needs all but the weights.
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -70,6 +70,16 @@ class ModelSourceError(Exception):
 
     def __str__(self) -> str:
         return "\n".join(self.problems)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says, as far as a person needs it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def has_weights(names: Iterable[str]) -> bool:
+    """Whether there are any that can be served among a folder's files."""
+    return any(name.endswith(".safetensors") and Part.WHOLE.has(name) for name in names)
 
 
 class ModelUnreachable(ModelSourceError):

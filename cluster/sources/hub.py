@@ -35,6 +35,8 @@ from shoal.cluster.sources.checkpoint import (
     Part,
     config_problems,
     find_problems,
+    first_line,
+    has_weights,
 )
 from shoal.cluster.sources.progress import Progress, Step
 
@@ -100,7 +102,7 @@ class Hub:
     def _weights_problems(self, model: str, commit: str) -> list[str]:
         """Whether there are any that can be served, as far as that can be said without them."""
         names = HfApi(endpoint=self.endpoint).list_repo_files(model, revision=commit)
-        if any(name.endswith(".safetensors") and Part.WHOLE.has(name) for name in names):
+        if has_weights(names):
             return []
         return [f"{self.endpoint} has no safetensors weights of it: a safetensors checkpoint is needed"]
 
@@ -172,8 +174,7 @@ class Hub:
                 why = f"cannot be written to {cache} ({error.strerror}): free some space, or set HF_HOME"
             case _:
                 kind = ModelUnreachable
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                why = f"cannot be downloaded from {self.endpoint}: {reason}"
+                why = f"cannot be downloaded from {self.endpoint}: {first_line(error)}"
         return kind(f"{model} {why}")
 
 

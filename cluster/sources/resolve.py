@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING
 
 from shoal.cluster.sources.bucket import Bucket, StoredFile, digest_of
 from shoal.cluster.sources.cache import CheckpointCache
-from shoal.cluster.sources.checkpoint import Checkpoint, ModelSourceError, Part, check_checkpoint
+from shoal.cluster.sources.checkpoint import (
+    Checkpoint,
+    ModelSourceError,
+    Part,
+    check_checkpoint,
+    has_weights,
+)
 from shoal.cluster.sources.gguf import CONVERSION, check_gguf, convert_gguf
 from shoal.cluster.sources.pinned import HUB, INDEX, Pinned, is_in_bucket, parse
 from shoal.cluster.sources.progress import Progress, terminal_progress
@@ -249,7 +255,7 @@ def _needed(files: Sequence[StoredFile], url: str) -> list[StoredFile]:
     names = {file.name for file in needed}
     if "config.json" not in names:
         raise ModelSourceError(f"{url} has no config.json: name the folder that has a model's files")
-    if not any(name.endswith(".safetensors") for name in names):
+    if not has_weights(names):
         raise ModelSourceError(f"{url} has no safetensors weights: a safetensors checkpoint is needed")
     return needed
 
