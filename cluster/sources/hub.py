@@ -17,7 +17,7 @@ from threading import Thread
 from typing import Any
 
 import httpx
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -101,8 +101,8 @@ class Hub:
 
     def _weights_problems(self, model: str, commit: str) -> list[str]:
         """Whether there are any that can be served, as far as that can be said without them."""
-        names = HfApi(endpoint=self.endpoint).list_repo_files(model, revision=commit)
-        if has_weights(names):
+        known = get_cached_repo_tree(model, revision=commit, cache_dir=self.cache_dir)
+        if has_weights(file.path for file in known):
             return []
         return [f"{self.endpoint} has no safetensors weights of it: a safetensors checkpoint is needed"]
 
